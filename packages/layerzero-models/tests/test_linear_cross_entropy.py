@@ -121,6 +121,41 @@ def test_compiled_with_what_stands_around_it_the_products_are_those_of_a_models_
         torch.testing.assert_close(one.double(), other, rtol=5e-2, atol=5e-3)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo does, of any autograd.Function
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_compiled_graph_holds_neither_all_logits_nor_all_their_gradients(monkeypatch, reduction, dtype):
+    """The gradient is computed beside the loss, in pieces of equal size, by three products each."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    monkeypatch.setattr(linear_loss, "_PIECE", 4 * VOCAB)  # fourteen rows in pieces of four
+    torch._dynamo.reset()
+    nodes = []
+
+    def keep(graph, given):
+        nodes.extend(node for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    x, weight, _, labels = inputs(dtype)
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    call = torch.compile(lz.ops.linear_cross_entropy, fullgraph=True, backend=backend)
+    loss = call(x, weight, labels, reduction=reduction)
+    found = torch.autograd.grad(loss * 3.0, (x, weight))
+    values = [node.meta["val"] for node in nodes]
+    rows = {item.shape[0] for item in values if isinstance(item, torch.Tensor) and item.shape[-1:] == (VOCAB,)}
+    assert max(rows - {VOCAB, HIDDEN}) == 4
+    products = [node for node in nodes if str(node.target).startswith(("aten.mm", "aten.addmm"))]
+    assert [node.meta["val"].dtype for node in products] == [dtype] * 12
+    wide = [item.detach().double().requires_grad_() for item in (x, weight)]
+    wanted = expected(*wide, None, labels, reduction)
+    near = {} if dtype is torch.float64 else {"rtol": 1e-2, "atol": 1e-2}
+    torch.testing.assert_close(loss.double(), wanted, **near)
+    near = {} if dtype is torch.float64 else {"rtol": 5e-2, "atol": 5e-3 * (12 if reduction == "sum" else 1)}
+    for one, other in zip(found, torch.autograd.grad(wanted * 3.0, wide), strict=True):
+        torch.testing.assert_close(one.double(), other, **near)
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"weight": drawn(VOCAB, 8, seed=1)}, {"labels": torch.zeros(3, dtype=torch.int64)}, {"reduction": "median"},

@@ -128,6 +128,20 @@ def test_a_static_cache_is_read_as_far_as_it_is_filled(seen: list[dict[str, Any]
     assert calls == [(None, 9, 9)] * 3 + [(None, 1, 10)] * 3 + [(None, 1, 11)] * 3 + [(None, 1, 12)] * 3
 
 
+def test_a_static_cache_seen_as_pages_says_how_far_it_is_filled() -> None:
+    """To the reference too, which a kernel's first answer is held against: the lengths are those of the device."""
+    from layerzero_models.transformers import static_cache
+
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 1, 16, generator=draw)
+    key, value = (torch.randn(2, 2, 64, 16, generator=draw) for _ in range(2))
+    batch = static_cache._batch(torch.tensor(23), 2, 2, 64, 32, key.device)
+    pages = [static_cache._pages(item, 32) for item in (key, value)]
+    found = lz.paged_attention(query[:, :, 0], *pages, batch, layout="HND", backend="reference")
+    want = lz.attention(query, key[:, :, :23], value[:, :, :23], backend="reference")
+    torch.testing.assert_close(found, want[:, :, 0])
+
+
 def test_a_mask_over_a_static_cache_is_read_by_nobody_until_an_attention_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled forward never asks: reading whether a token is hidden would make each of its steps wait."""
     config = zoo.made("llama").config

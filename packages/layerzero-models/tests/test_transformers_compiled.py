@@ -122,3 +122,31 @@ def test_no_layer_of_a_patched_model_adds_guards_in_python(monkeypatch: pytest.M
             counts.append(len(asked(lz.patch(model) if patched else model, monkeypatch)))
             monkeypatch.undo()
     assert counts[3] - counts[2] <= counts[1] - counts[0]
+
+
+def test_a_compiled_training_step_reads_no_mask() -> None:
+    """A kernel that is given one computes what it hides too: twice the work of a causal one."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    attended: list[Any] = []
+
+    def keep(graph: Any, given: Any) -> Any:
+        attended.extend(node for node in graph.graph.nodes if "scaled_dot_product" in str(node.target))
+        return make_boxed_func(graph.forward)
+
+    stock = zoo.made("llama", num_hidden_layers=2).train()
+    ids = zoo.tokens(2, FILLED)
+    want = stock(input_ids=ids, labels=ids).loss
+    grads = torch.autograd.grad(want, list(stock.parameters()))
+    model = lz.patch(stock)
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    loss = torch.compile(lambda given: model(input_ids=given, labels=given).loss, fullgraph=True, backend=backend)(ids)
+    torch.testing.assert_close(loss, want)
+    for found, wanted in zip(torch.autograd.grad(loss, list(model.parameters())), grads, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+    forward = [node for node in attended if "backward" not in str(node.target)]
+    assert len(forward) == 2, [str(node.target) for node in attended]
+    for node in forward:
+        flags = [item for item in node.args if isinstance(item, bool)]
+        assert True in flags and node.kwargs.get("attn_mask") is None, (node.target, node.args, node.kwargs)

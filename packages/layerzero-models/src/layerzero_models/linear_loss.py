@@ -10,16 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from layerzero.backends.reference.loss import cross_entropy
 from layerzero.backends.reference.precision import computable, compute_dtype, no_autocast
 from layerzero.errors import invalid
 from layerzero.model.checks import expect_index
 from layerzero.model.cost import Roofline
-from layerzero.model.describe import check_softcap
+from layerzero.model.describe import absent, check_counted
 from layerzero.plugin import Call, Context, Op, expect_rank, expect_shape, expect_tensor, simple_context
 
 _CHUNK = 1 << 26  # logits at a time: 256 MiB in float32
+_PIECE = 1 << 29  # logits at a time in a compiled graph, where they have the dtype of x
 _WIDENED = "max(4, element_bytes) * (rows + vocab) * hidden"  # bytes of x and weight where a CPU multiplies them wide
 
 
@@ -46,99 +48,100 @@ def linear_cross_entropy(
 
 def by_compiler(x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     """The same in a compiled graph: the product in the dtype of x, as in a model's own head, its loss in float32."""
-    logits = _logits(x, weight, bias, None, compute_dtype(x, weight, bias))
+    logits = _logits(x, weight, bias, compute_dtype(x, weight, bias))
     loss = cross_entropy(logits, labels, *(*rest, False))
     assert isinstance(loss, Tensor)
     return loss
 
 
-def by_chunks(x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, ignore_index: int, *rest: Any) -> Tensor:
-    """The same, some rows of the logits at a time; the backward computes them again."""
-    label_smoothing, softcap, z_loss, reduction = rest
-    targets = labels.reshape(-1).to(torch.int64)
-    options = (ignore_index, label_smoothing or 0.0, softcap, z_loss or 0.0)
-    loss: Tensor = _Rows.apply(*computable(x.reshape(-1, x.shape[-1]), weight), bias, targets, *options)  # type: ignore[no-untyped-call]
-    if reduction == "none":
-        return loss.reshape(labels.shape)
-    total = loss.sum()
+def in_graph(x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    """The same in a compiled graph with a gradient: of many logits some at a time, their gradient beside the loss."""
+    ignore_index, *options, reduction = rest
+    plain = bias is None and options == [None, None, None] and reduction != "none" and x.dtype is weight.dtype
+    plain = plain and x.requires_grad and weight.requires_grad
+    if not plain or not statically_known_true(labels.numel() * weight.shape[0] > _PIECE):
+        return by_compiler(x, weight, labels, bias, *rest)
+    targets = labels.reshape(-1)
+    total: Tensor = _Beside.apply(x.reshape(-1, x.shape[-1]), weight, targets, ignore_index)  # type: ignore[no-untyped-call]
     return total if reduction == "sum" else total / (targets != ignore_index).sum().clamp(min=1)
 
 
-class _Rows(torch.autograd.Function):
-    """One loss a row."""
+class _Beside(torch.autograd.Function):
+    """The sum of the losses, for a compiler: its gradients are those of a sum and wait for the backward."""
 
     @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+        rows, vocab = x.shape[0], weight.shape[0]
+        step = -(-rows // -(-rows * vocab // _PIECE))
+        wide = compute_dtype(x, weight)
+        total, of_x, of_weight = x.new_zeros((), dtype=wide), [], None
+        for part, label in zip(x.split(step), labels[:, None].split(step), strict=True):
+            counted = label != ignore_index
+            logits = _logits(part, weight, None, wide)
+            lse = torch.logsumexp(logits, dim=-1, keepdim=True)
+            hit = torch.arange(vocab, device=x.device) == label
+            total = total + torch.where(counted, lse - torch.where(hit, logits, 0.0).sum(-1, keepdim=True), 0.0).sum()
+            grad = torch.where(counted, torch.exp(logits - lse) - hit.to(wide), 0.0).to(x.dtype)
+            of_x.append(grad @ weight)
+            of_weight = grad.T @ part if of_weight is None else torch.addmm(of_weight, grad.T, part)
+        ctx.save_for_backward(torch.cat(of_x), of_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> Any:
+        return *(grad * above[0].to(grad.dtype) for grad in ctx.saved_tensors), None, None
+
+
+def by_chunks(x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    """The same, some rows of the logits at a time; the backward computes them again."""
+    *options, reduction = rest
+    targets = labels.reshape(-1)
+    loss: Tensor = _Rows.apply(*computable(x.reshape(-1, x.shape[-1]), weight), bias, targets, (*options, "none"))  # type: ignore[no-untyped-call]
+    if reduction == "none":
+        return loss.reshape(labels.shape)
+    total = loss.sum()
+    return total if reduction == "sum" else total / (targets != options[0]).sum().clamp(min=1)
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, smoothing: float,
-        softcap: float | None, z_loss: float,
-    ) -> Tensor:  # fmt: skip
-        counted = labels != ignore_index
-        index = torch.where(counted, labels, 0)
-        wide = compute_dtype(x, weight, bias)
-        lse = torch.empty(x.shape[0], dtype=wide, device=x.device)
-        loss = torch.empty_like(lse)
-        for rows in _chunks(x, weight):
-            logits = _logits(x[rows], weight, bias, softcap, wide)
-            lse[rows] = torch.logsumexp(logits, dim=-1)
-            hit = logits.gather(-1, index[rows].unsqueeze(-1)).squeeze(-1)
-            if smoothing:
-                hit = (1.0 - smoothing) * hit + smoothing * logits.mean(dim=-1)
-            loss[rows] = lse[rows] - hit
-        if z_loss:
-            loss = loss + z_loss * lse.square()
-        ctx.save_for_backward(x, weight, bias, index, counted, lse)
-        ctx.options = smoothing, softcap, z_loss
-        return torch.where(counted, loss, 0.0)
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, options: tuple[Any, ...]
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, labels)
+        ctx.options = options
+        return torch.cat([by_compiler(x[rows], weight, labels[rows], bias, *options) for rows in _chunks(x, weight)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, weight, bias, index, counted, lse = ctx.saved_tensors
-        smoothing, softcap, z_loss = ctx.options
+        x, weight, bias, labels = ctx.saved_tensors
+        given = (x, weight, bias)
+        places = [place for place in range(3) if ctx.needs_input_grad[place]]
         if torch.is_grad_enabled():  # a gradient of this gradient is wanted: that of the reference
-            labels = torch.where(counted, index, -100)
-            loss = linear_cross_entropy(x, weight, labels, bias, -100, smoothing, softcap, z_loss, "none")
-            wanted = [item for item, needed in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if needed]
-            found = iter(torch.autograd.grad(loss, wanted, grads[0], create_graph=True))
-            return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), *(None,) * 5
-        to_x, to_weight, to_bias = ctx.needs_input_grad[:3]
-        above = torch.where(counted, grads[0], 0.0)
-        wide = lse.dtype
-        of_x = torch.empty_like(x) if to_x else None
-        of_weight = torch.zeros_like(weight, dtype=wide) if to_weight else None
-        of_bias = torch.zeros_like(bias, dtype=wide) if to_bias else None
+            loss = linear_cross_entropy(x, weight, labels, bias, *ctx.options)
+            found = torch.autograd.grad(loss, [given[place] for place in places], grads[0], create_graph=True)
+            back = dict(zip(places, found, strict=True))
+            return *(back.get(place) for place in range(3)), None, None
+        # those of weight and bias are summed up in the dtype of the loss
+        sums = {place: torch.zeros_like(given[place], dtype=grads[0].dtype if place else None) for place in places}
         for rows in _chunks(x, weight):
-            logits = _logits(x[rows], weight, bias, softcap, wide)
-            grad = torch.exp(logits - lse[rows, None]) * (1.0 + 2.0 * z_loss * lse[rows, None])
-            hit = torch.full_like(lse[rows, None], smoothing - 1.0)
-            grad = grad.scatter_add_(-1, index[rows].unsqueeze(-1), hit) - smoothing / weight.shape[0]
-            grad = grad * above[rows, None]
-            if softcap is not None:
-                grad = grad * (1.0 - (logits / softcap).square())
-            if of_bias is not None:
-                of_bias += grad.sum(dim=0)
-            narrow = grad.to(x.dtype)
-            if of_x is not None:
-                of_x[rows] = narrow @ weight.to(x.dtype)
-            if of_weight is not None:
-                of_weight += narrow.T @ x[rows]
-        return (
-            of_x,
-            None if of_weight is None else of_weight.to(weight.dtype),
-            None if of_bias is None else of_bias.to(bias.dtype),
-            *(None,) * 5,
-        )
+            parts: list[Any] = [item if item is None else item.detach() for item in (x[rows], weight, bias)]
+            wanted = [parts[place].requires_grad_() for place in places]
+            with torch.enable_grad():
+                loss = by_compiler(parts[0], parts[1], labels[rows], parts[2], *ctx.options)
+            for place, grad in zip(places, torch.autograd.grad(loss, wanted, grads[0][rows]), strict=True):
+                (sums[place] if place else sums[place][rows]).add_(grad)
+        return *(sums[place].to(given[place].dtype) if place in sums else None for place in range(3)), None, None
 
 
 def _chunks(x: Tensor, weight: Tensor) -> list[slice]:
     step = max(1, _CHUNK // max(1, weight.shape[0]))
-    return [slice(begin, begin + step) for begin in range(0, x.shape[0], step)]
+    return [slice(begin, begin + step) for begin in range(0, max(1, x.shape[0]), step)]
 
 
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, wide: torch.dtype) -> Tensor:
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype) -> Tensor:
     logits = (x @ weight.to(x.dtype).T).to(wide)
-    if bias is not None:
-        logits = logits + bias.to(wide)
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return logits if bias is None else logits + bias.to(wide)
 
 
 def _describe(call: Call) -> Context:
@@ -151,15 +154,8 @@ def _describe(call: Call) -> Context:
     index = expect_index(labels, "labels")
     expect_shape(labels, "labels", tuple(x.shape[:-1]))
     expect_shape(bias, "bias", (vocab,))
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise invalid("TYPE_INVALID", f"ignore_index: {type(ignore_index).__name__}", "an integer")
-    if reduction not in ("mean", "sum", "none"):
-        raise invalid("VALUE_INVALID", f"reduction {reduction!r}", "mean, sum or none")
-    if smoothing is not None and not 0.0 <= smoothing <= 1.0:
-        raise invalid("VALUE_INVALID", f"label_smoothing {smoothing!r}", "a number in [0, 1]")
-    if z_loss is not None and not 0.0 <= z_loss < float("inf"):
-        raise invalid("VALUE_INVALID", f"z_loss {z_loss!r}", "a finite number >= 0")
-    check_softcap(softcap)
+    check_counted(ignore_index, reduction)
+    absent(smoothing or 0.0, z_loss or 0.0, softcap)
     needs = {
         "bias": bias is not None,
         "label_smoothing": smoothing is not None,
@@ -198,7 +194,7 @@ LINEAR_CROSS_ENTROPY = Op(
     sizes={"rows": (5, 33), "hidden": (16, 64), "vocab": (40, 300)},
     example=_example,
     fake=_fake,
-    plain=by_compiler,
+    plain=in_graph,
     baseline="layerzero_models.linear_loss:by_chunks",
     cost=Roofline("element_bytes * (rows * hidden + vocab * hidden) + 12 * rows", "2 * rows * hidden * vocab"),
     workspace="16 * rows * vocab",

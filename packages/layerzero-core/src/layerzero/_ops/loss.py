@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, overload
 
 import torch
@@ -14,10 +13,8 @@ from layerzero.errors import invalid
 from layerzero.model.checks import expect_index, expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
-from layerzero.model.describe import check_softcap
+from layerzero.model.describe import absent, check_counted
 from layerzero.model.op import Call, Op
-
-_REDUCTIONS = ("mean", "sum", "none")
 
 
 @overload
@@ -65,24 +62,12 @@ def cross_entropy(
     `reduction` is "mean", "sum" or "none" (one loss a row). With `return_lse` the result is (loss, logsumexp of each
     row), which is what a vocabulary split over several devices is put together from.
     """
-    args = (logits, labels, ignore_index, *_absent(label_smoothing, z_loss, softcap), reduction, return_lse)
+    args = (logits, labels, ignore_index, *absent(label_smoothing, z_loss, softcap), reduction, return_lse)
     return dispatch(CROSS_ENTROPY, args, backend=backend)  # type: ignore[no-any-return]
 
 
-def _absent(label_smoothing: Any, z_loss: Any, softcap: Any) -> tuple[float | None, float | None, float | None]:
-    """(label_smoothing, softcap, z_loss) with None for what is not asked for: keys know None, but no values."""
-    if softcap is None and type(label_smoothing) is type(z_loss) is float and label_smoothing == z_loss == 0.0:
-        return None, None, None  # nearly every call
-    for name, value, high in (("label_smoothing", label_smoothing, 1.0), ("z_loss", z_loss, math.inf)):
-        numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not numeric or not 0.0 <= value <= high or value == math.inf:
-            limit = "a number in [0, 1]" if high == 1.0 else "a finite number >= 0"
-            raise invalid("VALUE_INVALID", f"{name} {value!r}", limit)
-    return label_smoothing or None, check_softcap(softcap), z_loss or None
-
-
 def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
-    options = _absent(given["label_smoothing"], given["z_loss"], given["softcap"])
+    options = absent(given["label_smoothing"], given["z_loss"], given["softcap"])
     told = {**given, **dict(zip(("label_smoothing", "softcap", "z_loss"), options, strict=True))}
     return tuple(told[name] for name in CROSS_ENTROPY.arguments)
 
@@ -106,10 +91,7 @@ def _describe(call: Call) -> Context:
         raise invalid("SHAPE_INVALID", f"logits {tuple(logits.shape)}", "[..., vocab]")
     index = expect_index(labels, "labels")
     expect_shape(labels, "labels", tuple(logits.shape[:-1]))
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
-        raise invalid("TYPE_INVALID", f"ignore_index: {type(ignore_index).__name__}", "an integer")
-    if reduction not in _REDUCTIONS:
-        raise invalid("VALUE_INVALID", f"reduction {reduction!r}", "mean, sum or none")
+    check_counted(ignore_index, reduction)
     expect_below(labels, "labels", vocab, but=ignore_index)
     needs = {
         "label_smoothing": label_smoothing is not None,

@@ -267,6 +267,26 @@ def check_softcap(softcap: float | None) -> float | None:
     return softcap
 
 
+def absent(label_smoothing: Any, z_loss: Any, softcap: Any) -> tuple[float | None, float | None, float | None]:
+    """(label_smoothing, softcap, z_loss) with None for what is not asked for: keys know None, but no values."""
+    if softcap is None and type(label_smoothing) is type(z_loss) is float and label_smoothing == z_loss == 0.0:
+        return None, None, None  # nearly every call
+    for name, value, high in (("label_smoothing", label_smoothing, 1.0), ("z_loss", z_loss, math.inf)):
+        numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not numeric or not 0.0 <= value <= high or value == math.inf:
+            limit = "a number in [0, 1]" if high == 1.0 else "a finite number >= 0"
+            raise invalid("VALUE_INVALID", f"{name} {value!r}", limit)
+    return label_smoothing or None, check_softcap(softcap), z_loss or None
+
+
+def check_counted(ignore_index: Any, reduction: Any) -> None:
+    """Refuse a label or a reduction that there is not."""
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise invalid("TYPE_INVALID", f"ignore_index: {type(ignore_index).__name__}", "an integer")
+    if reduction not in ("mean", "sum", "none"):
+        raise invalid("VALUE_INVALID", f"reduction {reduction!r}", "mean, sum or none")
+
+
 def plain_number(value: Any) -> Any:
     """A numpy scalar, or a tensor of no axes without a gradient, as a Python number; anything else as it is."""
     if isinstance(value, (int, float)) or value is None:

@@ -81,6 +81,9 @@ def mask(
     # One new token at a place of a cache that is all there from the start.
     static = isinstance(q_offset, Tensor) and causal and q_length == 1 and not compiling
     ends_here = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    if compiling and causal and allow_is_causal_skip and ends_here and attention_mask is None and local_size is None:
+        if q_length == kv_length and not torch.compiler._is_exporting_flag:
+            return None  # where transformers makes one: a kernel that reads it computes what it hides too
     said = known and allow_is_causal_skip and ends_here and not compiling
     if said and local_size is not None and q_length in (1, kv_length) and not _padded(attention_mask):
         if (q_length == 1 and kv_length <= local_size) or _passes_window(str(getattr(config, "model_type", ""))):

@@ -76,7 +76,7 @@ def _batch(used: Tensor, rows: int, heads: int, places: int, size: int, device: 
         return known[1]
     lengths = used.to(torch.int32).expand(rows).contiguous()
     tables = _tables(rows, heads, places, size, device)
-    batch = PagedBatch(tables, lengths, None, (places,) * rows, (1,) * rows)
+    batch = PagedBatch(tables, lengths, None, (places,) * rows, (1,) * rows, capture=True)  # lengths of the device
     used._layerzero_batch = (shape, batch)  # type: ignore[attr-defined]
     return batch
 
