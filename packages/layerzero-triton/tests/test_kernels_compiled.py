@@ -141,11 +141,54 @@ def experts():
         moe(blank(tokens, 2048), *weights, shares, ids, "silu", 0, None, None, 1.702, None, False)
 
 
+def four_bit_rows():
+    """INT4 and MXFP4: one row, experts, and a weight written out."""
+    from layerzero.model.enums import QuantFormat
+    from layerzero.model.quant import QuantizedTensor
+    from layerzero_triton.experts import moe
+    from layerzero_triton.few_rows import linear
+    from layerzero_triton.linear import _widen
+
+    def packed(fmt, block, *shape):
+        kind = F32 if fmt is QuantFormat.INT4 else torch.float8_e8m0fnu
+        codes, scale = (blank(*shape[:-1], shape[-1] // part, dtype=d) for part, d in ((2, torch.uint8), (block, kind)))
+        return QuantizedTensor(codes, scale, fmt, "block", shape, BF16, block)
+
+    linear(blank(1, 4096), packed(QuantFormat.INT4, 128, 4096, 4096), None, "silu")
+    linear(blank(1, 4096), packed(QuantFormat.MXFP4, 32, 4096, 4096), blank(4096), None)
+    for tokens in (1, 8192):
+        shares, ids = blank(tokens, 8, dtype=F32), blank(tokens, 8, dtype=torch.int64)
+        weights = packed(QuantFormat.MXFP4, 32, 128, 1536, 2048), packed(QuantFormat.MXFP4, 32, 128, 2048, 768)
+        moe(blank(tokens, 2048), *weights, shares, ids, "silu", 0, None, None, 1.702, None, False)
+    codes = blank(4096, 2048, dtype=torch.uint8), blank(4096, 128, dtype=torch.uint8)
+    _widen((512, 8, 1), (*codes, blank(4096, 4096)), (4096, 128), (8, 512, True), 4)
+
+
+def eight_bit_codes():
+    """Rows encoded in FP8, and experts of FP8 blocks."""
+    from layerzero.model.enums import QuantFormat
+    from layerzero.model.quant import QuantizedTensor
+    from layerzero_triton.experts import moe
+    from layerzero_triton.linear import _encode
+
+    codes = blank(4096, 4096, dtype=torch.float8_e4m3fn)
+    _encode((4096, 1, 1), (blank(4096, 4096), codes, blank(32, 4096, dtype=F32)), (4096, 4096, 4096, 32), (4096, 32), 4)
+
+    def blocks(*shape):
+        codes, scale = blank(*shape, dtype=torch.float8_e4m3fn), blank(*shape[:-1], shape[-1] // 128, dtype=F32)
+        return QuantizedTensor(codes, scale, QuantFormat.FP8_E4M3, "block", shape, BF16, 128)
+
+    for tokens in (1, 8192):
+        shares, ids = blank(tokens, 8, dtype=F32), blank(tokens, 8, dtype=torch.int64)
+        weights = blocks(128, 1536, 2048), blocks(128, 2048, 768)
+        moe(blank(tokens, 2048), *weights, shares, ids, "silu", 0, None, None, 1.702, None, False)
+
+
 KERNELS = {
     f.__name__: f
     for f in (
         rms, add_rms, layer_norm, norm_backward, silu, rope, rope_pairs, paged, latent, sampling, shortlist, linear,
-        few_rows, mxfp4, experts,
+        few_rows, mxfp4, experts, four_bit_rows, eight_bit_codes,
     )
 }  # fmt: skip
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -184,7 +227,8 @@ def test_what_is_compiled_lies_below_our_cache_and_is_found_there_again(tmp_path
 
 
 # Four-bit codes are taken apart by NVIDIA's instructions; their kernels are declared for it alone.
-PAIRS = [(name, place) for name in KERNELS for place in TARGETS if name != "mxfp4" or place.startswith("sm_")]
+ON_NVIDIA = {"mxfp4": "sm_", "four_bit_rows": "sm_", "eight_bit_codes": ("sm_90", "sm_100")}
+PAIRS = [(name, place) for name in KERNELS for place in TARGETS if place.startswith(ON_NVIDIA.get(name, ""))]
 
 
 @pytest.mark.parametrize(("name", "place"), PAIRS)

@@ -352,6 +352,70 @@ def test_linear_with_an_mxfp4_weight(rows):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("fmt", ["int4", "mxfp4"])
+def test_linear_of_one_row_with_four_bit_codes(fmt, dtype):
+    import layerzero as lz
+    from layerzero_triton.few_rows import linear
+
+    for n, k in [(4096, 4096), (40, 1024), (28672, 8192)]:
+        x, bias = made(1, k, dtype=dtype), made(n, dtype=dtype)
+        weight = lz.quantize(made(n, k, scale=0.02), fmt, granularity="block")
+        for last in ((None, None), (bias, "silu")):
+            want = true_linear.linear(x.double(), weight, None if last[0] is None else bias.double(), last[1])
+            close("linear", linear(x, weight, *last), want, dtype)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+def test_linear_of_rows_encoded_in_fp8(granularity):
+    import layerzero as lz
+    from layerzero.model.packed import PackedWeight
+    from layerzero_triton.linear import dynamic
+
+    for rows, n, k in [(4, 4096, 4096), (300, 528, 512), (2048, 4096, 4096)]:
+        x, bias = made(rows, k, dtype=torch.bfloat16), made(n, dtype=torch.bfloat16)
+        x[1] = 0.0
+        weight = PackedWeight(lz.quantize(made(n, k, scale=0.02), "fp8_e4m3", granularity=granularity), act="dynamic")
+        for last in ((None, None), (bias, "silu")):
+            close("linear", dynamic(x, weight, *last), true_linear.linear(x, weight, *last), torch.bfloat16)
+
+
+def test_rows_in_fp8_are_the_codes_of_the_reference():
+    import layerzero as lz
+    from layerzero_triton.linear import _encode
+
+    x = made(37, 1000, dtype=torch.bfloat16)
+    x[3] = 0.0
+    want = lz.quantize(x, "fp8_e4m3", granularity="channel", backend="reference")
+    codes, scales = torch.empty_like(want.data), torch.empty(1, 37, device="cuda")
+    _encode((37, 1, 1), (x, codes, scales), (1000, 1000, 37, 1), (1024, 1), 4)
+    assert torch.equal(codes.view(torch.uint8), want.data.view(torch.uint8))
+    assert torch.equal(scales.view(-1), want.scale.view(-1))
+    there = lz.quantize(x.cpu(), "fp8_e4m3", granularity="channel", backend="reference")
+    assert torch.equal(there.scale, want.scale.cpu())  # a GPU's scales are a CPU's
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize("tokens", [1, 7, 64, 300, 2000])
+def test_experts_of_codes(tokens, fmt):
+    import layerzero as lz
+    from layerzero.backends.reference.moe import moe as truth
+    from layerzero_triton.experts import moe
+
+    for oss, hidden, inner in ((False, 256, 128), (True, 2880, 384)):
+        if fmt != "mxfp4" and hidden % 128:
+            continue
+        scales = {} if fmt == "mxfp4" else {"granularity": "block" if fmt == "fp8_e4m3" else "channel"}
+        weights = (made(8, 2 * inner, hidden, scale=hidden**-0.5), made(8, hidden, inner, scale=inner**-0.5))
+        biases = [made(8, size, dtype=torch.bfloat16) for size in (2 * inner, hidden)] if oss else [None, None]
+        args = (
+            made(tokens, hidden, dtype=torch.bfloat16), *(lz.quantize(w, fmt, **scales) for w in weights),
+            torch.rand(tokens, 4, device="cuda"), torch.rand(tokens, 8, device="cuda").topk(4, -1).indices,
+            "swigluoai" if oss else "silu", 0, *biases, 1.702, 7.0 if oss else None, oss,
+        )  # fmt: skip
+        close("moe", moe(*args), truth(*args), torch.bfloat16, k=hidden)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 7, 64, 300, 2000])
 def test_experts(tokens, dtype):
     from layerzero.backends.reference.moe import moe as truth

@@ -94,6 +94,22 @@ linear_case("int4 channel, split", "int4", "channel", splits=2)
 linear_case("mxfp4", "mxfp4", "block", activation="relu")
 
 
+@case("rows in FP8")
+def rows_in_codes():
+    """Their scales; the interpreter rounds to FP8 wrongly, so the codes themselves are tested on the GPU."""
+    import layerzero as lz
+    from layerzero_triton.linear import _encode
+
+    x = torch.randn(5, 96).half() * torch.logspace(-4, 4, 5)[:, None].half()
+    x[3] = 0.0
+    want = lz.quantize(x, "fp8_e4m3", granularity="channel", backend="reference")
+    codes, scales = torch.empty(5, 96, dtype=torch.float8_e4m3fn), torch.empty(3, 5)
+    _encode((5, 1, 1), (x, codes, scales), (96, 96, 5, 3), (128, 4), 4)
+    if not torch.equal(scales, want.scale.view(1, 5).expand(3, 5)):
+        return f"scales {scales.tolist()} instead of {want.scale.view(-1).tolist()}"
+    return None if codes[3].float().eq(0.0).all() else "codes of a row of zeros"
+
+
 @case("mxfp4 written out")
 def written_out():
     """In float32: the interpreter multiplies bfloat16 wrongly."""
@@ -124,6 +140,22 @@ def few_rows_case(rows, n, k, bias=False, activation=None):
         return wrong or differs("mlp", made, feed_forward.mlp(x[None], weight, back, *rest), F16)
 
 
+@case("one row of four-bit codes")
+def four_bit_row():
+    import layerzero as lz
+    from layerzero.backends.reference.linear import linear as truth
+    from layerzero_triton import few_rows
+
+    x, bias = torch.randn(1, 2048).half(), torch.randn(12).half()
+    for fmt, options in (("int4", {"granularity": "block"}), ("mxfp4", {})):
+        weight = lz.quantize(torch.randn(12, 2048) * 0.02, fmt, **options)
+        for last in ((None, None), (bias, "silu")):
+            wrong = differs("linear", few_rows.linear(x, weight, *last), truth(x, weight, *last), F16)
+            if wrong:
+                return f"{fmt}: {wrong}"
+    return None
+
+
 few_rows_case(1, 40, 1024)
 few_rows_case(1, 20, 40, bias=True, activation="gelu")
 few_rows_case(3, 40, 512, activation="gelu_tanh")
@@ -138,10 +170,14 @@ def experts_case(name, tokens=7, experts=6, hidden=40, inner=24, dtype=F32, gate
         from layerzero_triton.experts import moe
 
         x = torch.randn(tokens, hidden).to(dtype)
-        first = (torch.randn(experts, 2 * inner if gated else inner, hidden) * 0.2).to(dtype)
-        second = (torch.randn(experts, hidden, inner) * 0.2).to(dtype)
+        first, second = torch.randn(experts, 2 * inner if gated else inner, hidden), torch.randn(experts, hidden, inner)
+        first, second = ((t * given.get("size", 0.2)).to(dtype) for t in (first, second))
         if given.get("transposed"):
             first, second = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (first, second))
+        if "fmt" in given:
+            import layerzero as lz
+
+            first, second = (lz.quantize(t, given["fmt"], **given["scales"]) for t in (first, second))
         biases = (None, None)
         if given.get("bias"):
             biases = (torch.randn(experts, first.shape[1]).to(dtype), torch.randn(experts, hidden).to(dtype))
@@ -150,7 +186,7 @@ def experts_case(name, tokens=7, experts=6, hidden=40, inner=24, dtype=F32, gate
         ids[:1] = -1 if offset else 2  # a token of no expert, or one that names an expert three times
         limit, interleaved = given.get("limit"), given.get("interleaved", False)
         args = (x, first, second, torch.rand(tokens, 3), ids, activation, offset, *biases, 1.702, limit, interleaved)
-        got = moe(*args, config=ExpertsConfig(16, (32, 32, 4, 1), (16, 16, 4, 1)))
+        got = moe(*args, config=ExpertsConfig(16, (32, 32, 4, 1), (16, 32 if "fmt" in given else 16, 4, 1)))
         return differs("moe", got, truth(*args), dtype)
 
 
@@ -159,6 +195,12 @@ experts_case("ungated, of other ranks", gated=False, activation="relu", foreign=
 experts_case("of gpt-oss", activation="swigluoai", bias=True, limit=0.5, interleaved=True, transposed=True)
 experts_case("of many tokens", tokens=100, experts=5, hidden=32, inner=16, foreign=True)
 experts_case("without tokens", tokens=0)
+experts_case("in MXFP4", hidden=96, inner=64, fmt="mxfp4", scales={}, size=0.05)
+of_gpt_oss = {"activation": "swigluoai", "bias": True, "limit": 0.5, "interleaved": True}
+experts_case("of gpt-oss in MXFP4", hidden=96, inner=32, fmt="mxfp4", scales={}, size=0.05, **of_gpt_oss)
+experts_case("in INT8", fmt="int8", scales={"granularity": "channel"}, dtype=F16)
+blocks = {"granularity": "block", "block_size": 32}
+experts_case("in FP8 blocks", hidden=64, inner=64, fmt="fp8_e4m3", scales=blocks, size=0.05)
 linear_case("e5m2 block, split", "fp8_e5m2", "block", block_size=32, splits=2, activation="relu")
 
 

@@ -22,7 +22,7 @@ from layerzero_cli.root import cli
 from layerzero_tune.cli.export_priorities import STACKS
 from layerzero_tune.tables.priorities import Export, export_priorities
 from layerzero_tune.tables.solver import times_of
-from layerzero_tune.tables.stacks import stack_names, stack_of
+from layerzero_tune.tables.stacks import _stacks, stack_of
 from layerzero_tune.trial import trial
 
 PACKAGES = Path(__file__).resolve().parents[2]
@@ -203,7 +203,7 @@ def test_other_times_come_from_the_database_the_table_was_solved_with(lab: Any, 
 
 # -- names -------------------------------------------------------------------------------------------------------
 def test_every_stack_has_its_names_and_the_verb_offers_them_all() -> None:
-    assert STACKS == stack_names()
+    assert tuple(_stacks()) == STACKS
     with pytest.raises(UnknownNameError, match="tgi"):
         stack_of("tgi")
 
@@ -242,7 +242,7 @@ def test_every_pattern_names_a_kernel_that_some_backend_brings() -> None:
     for file in PACKAGES.glob("*/src/**/capabilities.json"):
         for op, kernels in json.loads(file.read_text(encoding="utf-8"))["ops"].items():
             known.setdefault(op, set()).update(item["kernel_id"] for item in kernels)
-    for name in stack_names():
+    for name in STACKS:
         for knob in stack_of(name).knobs:
             ids = {kernel_id for op in (*knob.ops, *knob.otherwise) for kernel_id in known[op]}
             for pattern, _ in knob.values:

@@ -132,5 +132,5 @@ def test_every_case_of_the_shipped_grid_describes_a_call():
             assert found.op == case.op
             ops.add((case.op, device))
     wanted = {"attention", "paged_attention", "varlen_attention", "rms_norm", "add_rms_norm", "layer_norm", "rope",
-              "silu_and_mul", "gelu_and_mul", "sample", "linear", "moe"}  # fmt: skip
+              "silu_and_mul", "gelu_and_mul", "sample", "linear", "moe", "mla_paged_attention"}  # fmt: skip
     assert ops == {(op, device) for op in wanted for device in ("cpu", "cuda")}

@@ -22,7 +22,8 @@ from layerzero_triton.config import (
     unit_of,
 )
 from layerzero_triton.kernels import experts as device
-from layerzero_triton.kernels.launch import Launcher
+from layerzero_triton.kernels.launch import Launcher, assembling
+from layerzero_triton.linear import coded
 
 _route, _count, _tabulate = Launcher(device.route), Launcher(device.count), Launcher(device.tabulate)
 _arrange, _product, _combine = Launcher(device.arrange), Launcher(device.product), Launcher(device.combine)
@@ -33,8 +34,8 @@ _CHUNK = 256
 
 def moe(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Any,
+    down: Any,
     topk_weights: Tensor,
     topk_ids: Tensor,
     activation: str,
@@ -46,7 +47,7 @@ def moe(
     interleaved: bool,
     config: ExpertsConfig | None = None,
 ) -> Tensor:
-    """Canonical arguments of `moe`; `config` is for measuring."""
+    """Canonical arguments of `moe`, weights plain, in INT8, FP8 or MXFP4; `config` is for measuring."""
     (tokens, hidden), top_k = x.shape, topk_ids.shape[1]
     experts, inner = down.shape[0], down.shape[2]
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
@@ -78,8 +79,7 @@ def moe(
 
 def fixed_moe(*args: Any) -> Tensor:
     """`moe` with one height of tiles for any number of tokens."""
-    run: Any = moe
-    return run(*args, config=FIXED_EXPERTS)  # type: ignore[no-any-return]
+    return moe(*args, config=FIXED_EXPERTS)
 
 
 def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
@@ -159,21 +159,24 @@ def _multiply(
     tensors: tuple[Any, ...], most: int, top_k: int, alpha: float, limit: float | None, activation: str, gate: str,
     first: bool, block_m: int, block_n: int, block_k: int, warps: int, stages: int,
 ) -> None:  # fmt: skip
-    x, weights, bias, *rest = tensors
+    x, given, bias, *rest = tensors
+    n, k = given.shape[1:]
+    weights, scale, codes, per = given, None, "none", 0
+    if not isinstance(given, Tensor):
+        weights, scale, codes, per = coded(given)
     if weights.stride(2) != 1 and weights.stride(1) != 1:
         weights = weights.contiguous()
     bias = None if bias is None else bias.contiguous()
     w_e, w_n, w_k = weights.stride()
     along_k = w_k == 1
-    n, k = weights.shape[1:]
     unit = unit_of(w_e, w_n if along_k else w_k, x.stride(0), k)
     _product(
         (most * -(-n // block_n), 1, 1),
-        (x, weights, bias, *rest),
+        (x, weights, scale, bias, *rest),
         (n, k // unit, x.stride(0) // unit, w_e // unit, w_n // unit, w_k // unit, top_k, alpha, limit or 0.0),
         (
             block_m, block_n, block_k, k % block_k == 0, n % block_n == 0, unit, along_k, bias is not None, activation,
-            gate, limit is not None, first,
+            gate, limit is not None, first, codes, per, assembling(),
         ),
         warps,
         stages,

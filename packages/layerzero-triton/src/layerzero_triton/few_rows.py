@@ -9,7 +9,8 @@ from torch import Tensor
 
 from layerzero_triton.config import few_rows_config, next_power, unit_of
 from layerzero_triton.kernels import few_rows as device
-from layerzero_triton.kernels.launch import Launcher, Plan, collecting, prepare, remember
+from layerzero_triton.kernels.launch import Launcher, Plan, assembling, collecting, prepare, remember
+from layerzero_triton.linear import _rows, coded
 
 _single = Launcher(device.single)
 _several = Launcher(device.several)
@@ -17,18 +18,21 @@ _plans: dict[Any, Plan] = {}
 _known: set[Any] = set()
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """x [..., K], one row, times weight [N, K] transposed, plus bias, then the activation."""
+def linear(x: Tensor, weight: Any, bias: Tensor | None, activation: str | None) -> Tensor:
+    """x [..., K], one row, times weight [N, K] transposed, plain or in codes of four bits, bias and activation."""
     n, k = weight.shape
+    scale, four, per = None, "none", 0
+    if not isinstance(weight, Tensor):
+        weight, scale, four, per = coded(weight)
     weight = _rows(weight)
     out = x.new_empty((*x.shape[:-1], n))
     # Everything a plan is made of, and every dtype.
-    key = (n, k, weight.stride(0), x.dtype, x.get_device(), None if bias is None else bias.dtype, activation)
+    key = (n, k, weight.stride(0), x.dtype, x.get_device(), None if bias is None else bias.dtype, activation, four, per)
     plan = _plans.get(key)
     if plan is None:
-        plan = _of_one(n, k, weight.stride(0), bias is not None, activation or "none", False)
+        plan = _of_one(n, k, weight.stride(0), bias is not None, activation or "none", False, four, per)
         remember(_plans, key, plan)
-    _single.go(plan, (x.contiguous(), weight, bias, out))
+    _single.go(plan, (x.contiguous(), weight, scale, bias, out))
     return out
 
 
@@ -58,24 +62,19 @@ def _gated(x: Tensor, weight: Tensor, kind: str) -> Tensor:
     plan = _plans.get(key)
     if plan is None:
         _prepared(x, weight, kind)
-        made = _of_one(n, k, steps[1], False, kind, True) if m == 1 else _of_several(m, n, k, steps, kind)
+        made = _of_one(n, k, steps[1], False, kind, True, "none", 0) if m == 1 else _of_several(m, n, k, steps, kind)
         plan = remember(_plans, key, made)
     if m == 1:
-        _single.go(plan, (rows, weight, None, out))
+        _single.go(plan, (rows, weight, None, None, out))
     else:
         _several.go(plan, (rows, weight, out))
     return out
 
 
-def _rows(item: Tensor) -> Tensor:
-    """The same with the elements of a row next to each other."""
-    return item if item.stride(1) == 1 else item.contiguous()
-
-
-def _of_one(n: int, k: int, step: int, biased: bool, kind: str, gated: bool) -> Plan:
+def _of_one(n: int, k: int, step: int, biased: bool, kind: str, gated: bool, four: str, per: int) -> Plan:
     block_n, block_k, warps, stages = few_rows_config(1, k, gated)
     unit, even = unit_of(k, step), n % block_n == 0 and k % block_k == 0
-    constants = (block_n, block_k, even, unit, biased, gated, kind)
+    constants = (block_n, block_k, even, unit, biased, gated, kind, four, per, assembling())
     return Plan((-(-n // block_n), 1, 1), (n, k // unit, step // unit), constants, warps, stages)
 
 

@@ -1,8 +1,7 @@
-"""`linear` with a weight of INT8, FP8, INT4 or MXFP4 codes, activations as they are. Canonical arguments."""
+"""`linear` with a weight of INT8, FP8, INT4 or MXFP4 codes; activations as they are or in FP8. Canonical arguments."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,53 +11,44 @@ from torch import Tensor
 from layerzero.model.enums import QuantFormat
 from layerzero.model.packed import PackedWeight
 from layerzero.model.quant import QuantizedTensor
-from layerzero_triton.config import LinearConfig, linear_config, unit_of
+from layerzero_triton.config import LinearConfig, linear_config, next_power, unit_of
 from layerzero_triton.kernels import dequant as device
-from layerzero_triton.kernels.launch import Launcher, Plan, collecting, interpreting, prepare, remember, sm_count
+from layerzero_triton.kernels.launch import Launcher, Plan, assembling, collecting, prepare, remember, sm_count
 
 _product = Launcher(device.product)
 _finish = Launcher(device.finish)
 _widen = Launcher(device.widen)
+_encode = Launcher(device.encode)
 _known: set[Any] = set()
+Weight = QuantizedTensor | PackedWeight
 _FOUR = {QuantFormat.INT4: "int4", QuantFormat.MXFP4: "e2m1"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Plans:
-    """The launches of a call: the product, and where its inner axis is split, what adds the parts."""
-
-    product: Plan
-    finish: Plan | None
-    splits: int
-
-
+_Plans = tuple[Plan, "Plan | None"]  # the product, and where its inner axis is split, what adds the parts
 _plans: dict[Any, _Plans] = {}
 
 
+def coded(weight: Weight) -> tuple[Tensor, Tensor, str, int]:
+    """The codes of a weight, its scales as kernels read them, "int4", "e2m1" or "bytes", and how long a block is."""
+    source = weight if isinstance(weight, QuantizedTensor) else weight.source
+    kind, scale = _FOUR.get(source.fmt, "bytes"), source.scale.contiguous()
+    codes = source.data if source.data.stride(-1) == 1 else source.data.contiguous()
+    return codes, scale.view(torch.uint8) if kind == "e2m1" else scale, kind, source.block_size or 0
+
+
 def dequantized(
-    x: Tensor,
-    weight: QuantizedTensor | PackedWeight,
-    bias: Tensor | None,
-    activation: str | None,
-    config: LinearConfig | None = None,
+    x: Tensor, weight: Weight, bias: Tensor | None, activation: str | None, config: LinearConfig | None = None
 ) -> Tensor:
     """x [..., K] times the weight [N, K] that the codes stand for; `config` is for measuring."""
     source = weight if isinstance(weight, QuantizedTensor) else weight.source
     n, k = source.shape
-    rows = x.reshape(-1, k)
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
-    codes = source.data if source.data.stride(1) == 1 else source.data.contiguous()
+    rows = _rows(x.reshape(-1, k))
     m = rows.shape[0]
     out = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
     if m == 0 or n == 0:
         return out
-    scale, zero = source.scale, source.zero_point
-    if scale.dtype is torch.float8_e8m0fnu:
-        scale = scale.view(torch.uint8)
-    if scale.dim() and not scale.is_contiguous():
-        scale = scale.contiguous()
-    zero = None if zero is None else zero.contiguous()
+    codes, scale, *_ = coded(source)
+    zero = None if source.zero_point is None else source.zero_point.contiguous()
     # Everything a plan is made of, and every dtype.
     key = (
         m, rows.stride(0), x.dtype, x.get_device(), n, k, codes.stride(0), codes.dtype, scale.shape, scale.dtype,
@@ -72,35 +62,54 @@ def dequantized(
         chosen = config or _config(m, source, x.device)
         plans = _planned(rows, codes, scale, source, zero is not None, bias is not None, activation, chosen)
         remember(_plans, key, plans)
-    parts = out
-    if plans.finish is not None:
-        parts = torch.empty((plans.splits, m, n), dtype=torch.float32, device=x.device)
-    _product.go(plans.product, (rows, codes, scale, zero, bias, parts))
-    if plans.finish is not None:
-        _finish.go(plans.finish, (parts, bias, out))
+    product, finish = plans
+    if finish is None:
+        _product.go(product, (rows, codes, scale, zero, bias, out))
+        return out
+    parts = torch.empty((product.grid[1], m, n), dtype=torch.float32, device=x.device)
+    _product.go(product, (rows, codes, scale, zero, bias, parts))
+    _finish.go(finish, (parts, bias, out))
     return out
 
 
-def widened(x: Tensor, weight: QuantizedTensor | PackedWeight, bias: Tensor | None, activation: str | None) -> Tensor:
+def widened(x: Tensor, weight: Weight, bias: Tensor | None, activation: str | None) -> Tensor:
     """For many rows: an MXFP4 weight written out in bfloat16, which holds it exactly, then torch's product."""
-    source = weight if isinstance(weight, QuantizedTensor) else weight.source
-    n, k = source.shape
-    codes = source.data.contiguous()
+    (n, k), (codes, powers, *_) = weight.shape, coded(weight)
     wide = torch.empty((n, k), dtype=torch.bfloat16, device=x.device)
-    powers = source.scale.view(torch.uint8).contiguous()
     grid = (-(-n // 8), -(-k // 512), 1)
-    _widen(grid, (codes, powers, wide), (n, k // 32), (8, 512, _asm()), 4)
-    out = F.linear(x, wide, bias)
+    _widen(grid, (codes.contiguous(), powers, wide), (n, k // 32), (8, 512, assembling()), 4)
+    return _activated(F.linear(x, wide, bias), activation)
+
+
+def dynamic(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str | None) -> Tensor:
+    """Rows encoded in FP8 in one pass, then `torch._scaled_mm` with scales of channels, or of blocks of 128, inside."""
+    source = weight.source
+    n, k = source.shape
+    rows = _rows(x.reshape(-1, k))
+    m, blocks = rows.shape[0], source.scale.shape[-1] if source.granularity == "block" else 1
+    codes = torch.empty((m, k), dtype=source.data.dtype, device=x.device)
+    scales = torch.empty((blocks, m), dtype=torch.float32, device=x.device)
+    if m == 0:
+        return x.new_empty((*x.shape[:-1], n))
+    wide = next_power(k)
+    constants = (wide, next_power(blocks))
+    _encode((m, 1, 1), (rows, codes, scales), (k, rows.stride(0), m, blocks), constants, max(4, min(16, wide // 1024)))
+    held = source.scale.t() if source.scale.dim() == 2 else source.scale.expand(1, n)
+    out = torch._scaled_mm(codes, source.data.t(), scales.t(), held.contiguous(), out_dtype=x.dtype)
+    return _activated(out if bias is None else out + bias, activation).view(*x.shape[:-1], n)
+
+
+def _rows(item: Tensor) -> Tensor:
+    """The same with the elements of a row next to each other."""
+    return item if item.stride(1) == 1 else item.contiguous()
+
+
+def _activated(out: Tensor, activation: str | None) -> Tensor:
     if activation is None:
         return out
     if activation.startswith("gelu"):
-        return F.gelu(out.float(), approximate="tanh" if activation == "gelu_tanh" else "none").to(x.dtype)
-    return (F.silu if activation == "silu" else F.relu)(out.float()).to(x.dtype)
-
-
-def _asm() -> bool:
-    """Whether NVIDIA's assembler sees our kernels."""
-    return not interpreting() and torch.version.hip is None
+        return F.gelu(out.float(), approximate="tanh" if activation == "gelu_tanh" else "none").to(out.dtype)
+    return (F.silu if activation == "silu" else F.relu)(out.float()).to(out.dtype)
 
 
 def _config(m: int, source: QuantizedTensor, device: torch.device) -> LinearConfig:
@@ -129,13 +138,13 @@ def _planned(
         (m, n, k // unit, rows.stride(0) // unit, codes.stride(0) // unit, s_n, 1 if blocks else 0, each),
         (
             chosen.block_m, chosen.block_n, chosen.block_k, k % chosen.block_k == 0, unit, blocks, per, shifted,
-            biased, kind, splits > 1, 8, four, _asm(),
+            biased, kind, splits > 1, 8, four, assembling(),
         ),
         chosen.warps,
         chosen.stages,
     )  # fmt: skip
     finish = Plan((m, -(-n // 512), 1), (m, n, splits), (512, biased, kind)) if splits > 1 else None
-    return _Plans(product, finish, splits)
+    return product, finish
 
 
 def _prepared(x: Tensor, source: QuantizedTensor, bias: Tensor | None, activation: str | None) -> None:

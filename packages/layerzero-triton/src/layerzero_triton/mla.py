@@ -12,11 +12,10 @@ from layerzero.errors import invalid
 from layerzero.model.kv_cache import PagedBatch
 from layerzero_triton.config import PagedConfig, latent_config, next_power, unit_of
 from layerzero_triton.kernels import mla as device
-from layerzero_triton.kernels import paged as joining
 from layerzero_triton.kernels.launch import Launcher, Plan, remember, sm_count
+from layerzero_triton.paged import attend, joined
 
 _latent = Launcher(device.latent)
-_combine = Launcher(joining.combine)
 _config = functools.lru_cache(maxsize=4096)(latent_config)
 _plans: dict[Any, tuple[Plan, Plan | None]] = {}
 
@@ -40,18 +39,14 @@ def mla_paged_attention(
     if not batch.is_decode:
         raise invalid("FEATURE_UNSUPPORTED", f"{batch.max_query_len} query tokens", "1 (decode)")
     count, heads, dim = q_nope.shape
-    place = q_nope.device
-    out = torch.empty((count, heads, dim), dtype=q_nope.dtype, device=place)
-    lse = torch.empty((count, heads), dtype=torch.float32, device=place) if return_lse else None
+    out = torch.empty((count, heads, dim), dtype=q_nope.dtype, device=q_nope.device)
+    lse = torch.empty((count, heads), dtype=torch.float32, device=q_nope.device) if return_lse else None
     if not count:
         return out if lse is None else (out, lse)
     size = dim * q_nope.element_size()
-    chosen = config or _config(count, heads, batch.max_context_len, size, sm_count(place))
-    tables, lengths = batch.block_tables, batch.context_lens
-    if tables.stride(1) != 1:
-        tables = tables.contiguous()
-    if lengths.stride(0) != 1:
-        lengths = lengths.contiguous()
+    chosen = config or _config(count, heads, batch.max_context_len, size, sm_count(q_nope.device))
+    tables, lengths = batch.block_tables, batch.context_lens.contiguous()
+    tables = tables if tables.stride(1) == 1 else tables.contiguous()
     given = (q_nope, q_pe, ckv_cache, kpe_cache, tables, lengths)
     key = (
         *((item.shape, item.stride(), item.dtype) for item in given[:4]), q_nope.get_device(), tables.stride(0),
@@ -60,14 +55,7 @@ def mla_paged_attention(
     plans = _plans.get(key)
     if plans is None:
         plans = remember(_plans, key, _planned(given, scale, return_lse, chosen))
-    first, join = plans
-    if join is None:
-        _latent.go(first, (*given, out, lse))
-        return out if lse is None else (out, lse)
-    parts = torch.empty((count * heads * chosen.splits, dim), dtype=torch.float32, device=place)
-    sums = torch.empty(count * heads * chosen.splits, dtype=torch.float32, device=place)
-    _latent.go(first, (*given, parts, sums))
-    _combine.go(join, (parts, sums, out, lse))
+    attend(_latent, plans, given, out, lse)
     return out if lse is None else (out, lse)
 
 
@@ -85,11 +73,9 @@ def _planned(
         (heads, splits, scale, *(step // unit for step in steps), tables.stride(0)),
         (
             dim, block_d, rest, block_r, ckv_cache.shape[1], chosen.block_m, chosen.block_n, splits > 1 or return_lse,
-            unit, q_nope.dtype is torch.float32,
+            unit,
         ),
         chosen.warps,
         chosen.stages,
     )  # fmt: skip
-    if splits == 1:
-        return first, None
-    return first, Plan((count * heads, 1, 1), (splits,), (dim, block_d, 16 if splits <= 16 else 64, return_lse))
+    return first, joined(q_nope.shape, splits, return_lse)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,15 +22,7 @@ _config = functools.lru_cache(maxsize=4096)(paged_config)
 _known: set[Any] = set()
 
 
-@dataclass(frozen=True, slots=True)
-class _Plans:
-    """The two launches of a call, or one where the context is not split; `pieces` is the shape of what is between."""
-
-    split: Plan
-    combine: Plan | None
-    pieces: tuple[int, int]
-
-
+_Plans = tuple[Plan, "Plan | None"]  # the two launches of a call, or one where the context is not split
 _plans: dict[Any, _Plans] = {}
 
 
@@ -72,13 +64,9 @@ def paged_attention(
             dim * query.element_size(),
             sm_count(query.device),
         )
-        tables, lengths, slopes = batch.block_tables, batch.context_lens, alibi_slopes
-        if tables.stride(1) != 1:
-            tables = tables.contiguous()
-        if lengths.stride(0) != 1:
-            lengths = lengths.contiguous()
-        if slopes is not None:
-            slopes = slopes.contiguous()
+        tables, lengths = batch.block_tables, batch.context_lens.contiguous()
+        tables = tables if tables.stride(1) == 1 else tables.contiguous()
+        slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
         if isinstance(k_scale, (int, float)):
             scale, k_scale = k_scale * (dim**-0.5 if scale is None else scale), None
         scales = _scales(k_scale, v_scale, query.device)
@@ -99,7 +87,7 @@ def paged_attention(
             if config is None:
                 _prepared(given, out, lse, rest, chosen)
             remember(_plans, key, plans)
-        _attend(plans, given, out, lse)
+        attend(_split, plans, given, out, lse)
     return out if lse is None else (out, lse)
 
 
@@ -181,17 +169,21 @@ def _planned(given: _Given, return_lse: bool, rest: _Rest, chosen: PagedConfig) 
         ),
         (
             dim, block_d, key_cache.shape[slot_axis], chosen.block_m, chosen.block_n, left >= 0, bool(softcap),
-            slopes is not None, splits > 1 or return_lse, unit, query.dtype is torch.float32, tiles,
+            slopes is not None, splits > 1 or return_lse, unit, tiles,
             sinks is not None, k_scale is not None, v_scale is not None,
             int(any(item is not None and item.numel() > 1 for item in (k_scale, v_scale))),
         ),
         chosen.warps,
         chosen.stages,
     )  # fmt: skip
-    combine = None
-    if splits > 1:
-        combine = Plan((count * heads, 1, 1), (splits,), (dim, block_d, 16 if splits <= 16 else 64, return_lse))
-    return _Plans(split, combine, (count * heads * splits, dim))
+    return split, joined(query.shape, splits, return_lse)
+
+
+def joined(shape: torch.Size, splits: int, return_lse: bool) -> Plan | None:
+    """The launch that joins the splits of queries [sequences, heads, dim]; None where there is one."""
+    count, heads, dim = shape
+    sizes = (dim, next_power(max(16, dim)), 16 if splits <= 16 else 64, return_lse)
+    return Plan((count * heads, 1, 1), (splits,), sizes) if splits > 1 else None
 
 
 def _prepared(given: _Given, out: Tensor, lse: Tensor | None, rest: _Rest, chosen: PagedConfig) -> None:
@@ -208,16 +200,18 @@ def _prepared(given: _Given, out: Tensor, lse: Tensor | None, rest: _Rest, chose
     _known.add(key)
     with collecting() as launches:
         for splits in (1, 2, 64):
-            _attend(_planned(given, lse is not None, rest, replace(chosen, splits=splits)), given, out, lse)
+            attend(_split, _planned(given, lse is not None, rest, replace(chosen, splits=splits)), given, out, lse)
     prepare(launches, query.device)
 
 
-def _attend(plans: _Plans, given: _Given, out: Tensor, lse: Tensor | None) -> None:
-    if plans.combine is None:
-        _split.go(plans.split, (*given, out, lse))
+def attend(launcher: Launcher, plans: _Plans, given: _Given, out: Tensor, lse: Tensor | None) -> None:
+    """Launch what was planned."""
+    split, combine = plans
+    if combine is None:
+        launcher.go(split, (*given, out, lse))
         return
-    place = out.device
-    parts = torch.empty(plans.pieces, dtype=torch.float32, device=place)
-    sums = torch.empty(plans.pieces[0], dtype=torch.float32, device=place)
-    _split.go(plans.split, (*given, parts, sums))
-    _combine.go(plans.combine, (parts, sums, out, lse))
+    count, heads, dim = out.shape
+    sums = torch.empty(count * heads * split.grid[1], dtype=torch.float32, device=out.device)
+    parts = sums.new_empty((sums.shape[0], dim))
+    launcher.go(split, (*given, parts, sums))
+    _combine.go(combine, (parts, sums, out, lse))

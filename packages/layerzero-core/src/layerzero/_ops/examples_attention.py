@@ -127,7 +127,8 @@ def paged_batch(draw: Draw) -> tuple[PagedBatch, int, int]:
     lengths, queries = draw.choice("contexts"), draw.choice("queries")
     page, longest = max(1, draw.size("page_size")), max(lengths) if lengths else draw.size("seq_len_k")
     batch, columns = len(lengths) if lengths else draw.size("batch"), max(1, -(-longest // page))
-    tokens = sum(queries) if queries else draw.size("tokens", batch)
+    several = "paged_prefill" in draw.ctx.needs  # else a token a sequence, also where sizes were made smaller
+    tokens = sum(queries) if queries else draw.size("tokens", batch) if several else batch
     blocks = max(1, draw.size("num_blocks", batch * columns + 1))
     index = draw.index("int32")
     count = batch * columns
@@ -137,7 +138,7 @@ def paged_batch(draw: Draw) -> tuple[PagedBatch, int, int]:
         order = torch.randperm(blocks, generator=torch.Generator().manual_seed(7))
         pages = order.repeat(-(-count // blocks))[:count] if count else order[:0]
         table = pages.reshape(batch, columns).to(dtype=index, device=draw.device)
-    if "paged_prefill" in draw.ctx.needs and queries is None:
+    if several and queries is None:
         most = min(draw.size("seq_len_q"), longest, tokens)
         queries = spread(tokens, batch, most)
         longest = max(longest, max(queries, default=0))

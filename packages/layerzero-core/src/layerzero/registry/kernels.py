@@ -79,11 +79,6 @@ class KernelRegistry:
         spec = self.backends.get(backend)
         return spec is None or spec.available
 
-    def backends_for(self, platform: Platform | str, *, available: bool | None = None) -> tuple[BackendSpec, ...]:
-        """Backends of a platform, ordered by name; `available` keeps only usable (or only unusable) ones."""
-        found = (spec for _, spec in sorted(self.backends.items()) if Platform(platform) in spec.platforms)
-        return tuple(spec for spec in found if available in (None, spec.available))
-
     @cached_property
     def capabilities_hash(self) -> str:
         """Changes whenever a descriptor, a version, an availability or a kernel declared in code changes."""

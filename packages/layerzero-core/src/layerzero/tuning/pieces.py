@@ -76,7 +76,8 @@ def _attention(ctx: Context, args: tuple[Any, ...], room: int) -> Iterator[Piece
                 if slopes.ndim == 1
                 else slopes[at[0].to(slopes.device)][:, at[1].to(slopes.device)]
             )
-        sub = (q, k, v, part, 0.0, aligned, args[6], window, args[8], own, args[10])
+        sinks = [None if item is None else item[at[1].to(item.device)] for item in args[11:]]
+        sub = (q, k, v, part, 0.0, aligned, args[6], window, args[8], own, args[10], *sinks)
 
         def take(outputs: Outputs, first: int = first, last: int = last, at: Any = at) -> Outputs:
             found = [_picked(_heads_first(outputs[0], ctx), at[0], at[1])[:, :, first:last]]
@@ -170,7 +171,7 @@ def _some(lengths: Sequence[int]) -> list[int]:
 
 def _varlen(ctx: Context, args: tuple[Any, ...], room: int) -> Iterator[Piece]:
     query, key, value, cu_q, cu_k = args[:5]
-    causal, scale, window, softcap, slopes, lse = args[7:]
+    causal, scale, window, softcap, slopes, lse, *sinks = args[7:]
     starts_q, starts_k = cu_q.tolist(), cu_k.tolist()
     lengths = [last - first for first, last in pairwise(starts_q)]
     for row in _some(lengths):
@@ -178,7 +179,7 @@ def _varlen(ctx: Context, args: tuple[Any, ...], room: int) -> Iterator[Piece]:
         if starts_k[row] == starts_k[row + 1]:
             continue
         own = slopes[row] if slopes is not None and slopes.ndim == 2 else slopes
-        options = (None, 0.0, causal, scale, window, softcap, own, lse)
+        options = (None, 0.0, causal, scale, window, softcap, own, lse, *sinks)
         yield from _dense(ctx, (query[span_q], key[span_k], value[span_k]), options, starts_q[row], room)
 
 
@@ -207,7 +208,7 @@ def _tail(batch: PagedBatch, row: int, most: int) -> tuple[PagedBatch, int, int]
 
 
 def _paged(ctx: Context, args: tuple[Any, ...], room: int) -> Iterator[Piece]:
-    query, keys, values, batch, scale, window, softcap, slopes, lse, layout = args
+    query, keys, values, batch, scale, window, softcap, slopes, lse, layout, *others = args
     page = keys.shape[1 if layout == "NHD" else 2]
     for row in _some(batch.query_lens_host):
         context = batch.context_lens_host[row]
@@ -215,7 +216,7 @@ def _paged(ctx: Context, args: tuple[Any, ...], room: int) -> Iterator[Piece]:
         pages, own = pages_in_use(one, page)
         caches = (torch.index_select(item, 0, pages) for item in (keys, values))
         bias = slopes[row : row + 1] if slopes is not None and slopes.ndim == 2 else slopes
-        sub = (query[first:last], *caches, own, scale, window, softcap, bias, lse, layout)
+        sub = (query[first:last], *caches, own, scale, window, softcap, bias, lse, layout, *others)
         yield Piece("paged_attention", sub, _tokens(first, last))
 
 

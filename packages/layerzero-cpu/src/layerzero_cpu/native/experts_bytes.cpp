@@ -37,44 +37,33 @@ struct ByteCodes {
     x.place(room + HEAD);
     x.fill(0, from, w.k);
     if (!x.offset) return;
-    if (x.count == 2) lanes_of<2>(x);
-    else lanes_of<3>(x);
-  }
-  template <int ND> static void lanes_of(const Digits& x) {
-#if !defined(__aarch64__)
-    if (x.width == 64) return fill_lanes<ND, 64>(x, 0);
-    if (x.width == 32) return fill_lanes<ND, 32>(x, 0);
-#endif
-    fill_lanes<ND, 16>(x, 0);
-  }
-  template <int ND, int V> static void columns(const Quantized& q, const Digits& x, int64_t at, int cols, float* c) {
-    for (int j = 0; j < cols; ++j) {
-      if (q.bits == 4) c[j] = q.zero ? dot_column<ND, V, 4, true>(q, x, 0, at + j) : dot_column<ND, V, 4, false>(q, x, 0, at + j);
-      else c[j] = q.zero ? dot_column<ND, V, 8, true>(q, x, 0, at + j) : dot_column<ND, V, 8, false>(q, x, 0, at + j);
-    }
-  }
-  template <int ND> static void dots(const Quantized& q, const Digits& x, int64_t at, int cols, float* c) {
-#if !defined(__aarch64__)
-    if (x.width == 64) return columns<ND, 64>(q, x, at, cols, c);
-    if (x.width == 32) return columns<ND, 32>(q, x, at, cols, c);
-#endif
-    columns<ND, 16>(q, x, at, cols, c);
+    if (x.count == 2) fill_lanes<2>(x, 0);
+    else fill_lanes<3>(x, 0);
   }
   void strip(int64_t expert, int64_t row, int count, int64_t at, int cols, float* c) const {
     w.with(expert, 1, [&](const Quantized& q) {
-      for (int m = 0; m < count; ++m, c += STRIP) {  // the codes of a strip stay in the cache from row to row
+      DigitRow rows[MOST];
+      int some = 0, digits = 0;  // rows of one number of digits, which share the codes
+      auto flush = [&](int next) {
+        if (some && digits == 2) dot_rows<2>(q, plan, rows, some, at, cols, c + (next - some) * STRIP, STRIP);
+        else if (some) dot_rows<3>(q, plan, rows, some, at, cols, c + (next - some) * STRIP, STRIP);
+        some = 0;
+      };
+      for (int m = 0; m < count; ++m) {
         char* room = data + (row + m) * each;
         Digits x = plan;
         memcpy(&x.count, room, sizeof x.count);
-        if (x.count == 0) {
+        if (x.count != digits) flush(m);
+        digits = x.count;
+        if (digits == 0) {
           const WideRows wide(q, room + HEAD);
-          for (int j = 0; j < cols; j += 4) quant_rows<1>(q, wide, 0, at + j, cols - j, c + j);
+          for (int j = 0; j < cols; j += 4) quant_rows<1>(q, wide, 0, at + j, cols - j, c + m * STRIP + j);
           continue;
         }
         x.place(room + HEAD);
-        if (x.count == 2) dots<2>(q, x, at, cols, c);
-        else dots<3>(q, x, at, cols, c);
+        rows[some++] = DigitRow(x, 0);
       }
+      flush(count);
     });
   }
 };

@@ -69,114 +69,158 @@ template <int64_t N> struct Length { static constexpr int64_t BYTES = N; };
 #define LZ_HALVES_AHEAD 4096  // the same for four-bit codes in blocks of one vector
 #endif
 
-// One column of one row: the codes are a single stream, read in order. ND digits, vectors of V bytes, BITS of a code, ZERO
-// points or none. What the codes' offset and their zero points add is taken off as whole numbers, before anything is rounded.
-template <int ND, int V, int BITS, bool ZERO> static float dot_column(const Quantized& q, const Digits& x, int64_t row, int64_t col) {
+// Where the digits of a row of x lie, the corrections of its lanes and the scales of its blocks.
+struct DigitRow {
+  const int8_t* digits;
+  const int32_t* corrections;
+  const float* scale;
+  DigitRow() = default;
+  DigitRow(const Digits& x, int64_t row)
+      : digits(x.data + row * x.count * x.plane()), corrections(x.lanes + row * x.lane_kinds() * x.lane_step()), scale(x.scale + row * x.blocks) {}
+};
+
+// One column of R rows, c[r * step]: the codes are a single stream, read in order, once for all rows. ND digits, vectors of V
+// bytes, BITS of a code, ZERO points or none. What the codes' offset and their zero points add is taken off as whole numbers,
+// before anything is rounded: a row's result does not depend on the rows beside it.
+template <int R, int ND, int V, int BITS, bool ZERO>
+static void dot_column(const Quantized& q, const Digits& x, const DigitRow* rows, int64_t col, float* c, int64_t step) {
   typedef Bytes<V> B;
   typedef typename B::lanes lanes;
   typedef typename B::ints ints;
-  constexpr int HALVES = BITS == 4 ? 2 : 1, CHAINS = V == 64 ? 2 : 4;  // sums of their own, to hide the latency
+  constexpr int HALVES = BITS == 4 ? 2 : 1;
+  constexpr int CHAINS = R == 4 ? 1 : R == 2 || V == 64 ? 2 : 4;  // sums of their own, to hide the latency; other rows do so, too
   constexpr int OFF = BITS == 4 ? B::OFF4 : B::OFF8, GAIN = BITS == 4 ? B::GAIN4 : 1;
   const int64_t bytes = x.block / HALVES, have = q.k / HALVES, plane = x.plane(), kind = x.lane_step();
   const uint8_t* const codes = q.row(col);
-  const int8_t* const digits = x.data + row * ND * plane;
-  const int32_t* const corrections = x.lanes + row * x.lane_kinds() * kind;
-  const float* const x_scale = x.scale + row * x.blocks;
-  lanes total = {};
-  auto one = [&](auto length, int64_t b, const uint8_t* w, float scale, int32_t zero) __attribute__((always_inline)) {
+  lanes total[R] = {};
+  auto one = [&](auto length, int64_t b, const uint8_t* w, const float* both, float scale, int32_t zero) __attribute__((always_inline)) {
     constexpr int64_t FIXED = decltype(length)::BYTES;
-    const int64_t bytes = FIXED ? FIXED : x.block / HALVES;
-    const int8_t* y = digits + b * (bytes * HALVES);
+    const int64_t bytes = FIXED ? FIXED : x.block / HALVES, begin = b * (bytes * HALVES);
     // A block of one vector is too short for sums of its own: the blocks beside it hide the latency.
     constexpr int USED = FIXED == V ? 1 : CHAINS;
-    typename B::sums s[USED][ND];
-    for (int u = 0; u < USED; ++u)
-      for (int d = 0; d < ND; ++d) s[u][d] = B::zero();
+    typename B::sums s[R][USED][ND];
+    for (int r = 0; r < R; ++r)
+      for (int u = 0; u < USED; ++u)
+        for (int d = 0; d < ND; ++d) s[r][u][d] = B::zero();
     if constexpr (OFF != 0 && !ZERO) {  // what the offset adds is taken off beforehand
-      memcpy(&s[0][0], corrections + b * (V / 4), sizeof s[0][0]);
-      if constexpr (ND == 3) memcpy(&s[0][2], corrections + kind + b * (V / 4), sizeof s[0][2]);
+      for (int r = 0; r < R; ++r) {
+        memcpy(&s[r][0][0], rows[r].corrections + b * (V / 4), sizeof s[r][0][0]);
+        if constexpr (ND == 3) memcpy(&s[r][0][2], rows[r].corrections + kind + b * (V / 4), sizeof s[r][0][2]);
+      }
     }
     auto add = [&](int64_t at, int u) __attribute__((always_inline)) {
       if constexpr (BITS == 4) {
         typename B::codes low, high;
         B::halves(w + at, low, high);
-        for (int d = 0; d < ND; ++d) {
-          s[u][d] = B::dot(s[u][d], low, B::plain(y + d * plane + at * 2));
-          s[(u + 1) % USED][d] = B::dot(s[(u + 1) % USED][d], high, B::plain(y + d * plane + at * 2 + V));
-        }
+        for (int r = 0; r < R; ++r)
+          for (int d = 0; d < ND; ++d) {
+            const int8_t* y = rows[r].digits + begin + d * plane + at * 2;
+            s[r][u][d] = B::dot(s[r][u][d], low, B::plain(y));
+            s[r][(u + 1) % USED][d] = B::dot(s[r][(u + 1) % USED][d], high, B::plain(y + V));
+          }
       } else {
         const typename B::codes whole = B::whole(w + at);
-        for (int d = 0; d < ND; ++d) s[u][d] = B::dot(s[u][d], whole, B::plain(y + d * plane + at));
+        for (int r = 0; r < R; ++r)
+          for (int d = 0; d < ND; ++d) s[r][u][d] = B::dot(s[r][u][d], whole, B::plain(rows[r].digits + begin + d * plane + at));
       }
     };
-    constexpr int STEPS = CHAINS / HALVES;
+    constexpr int STEPS = CHAINS > HALVES ? CHAINS / HALVES : 1;
     int64_t at = 0;
     for (; at + STEPS * V <= bytes; at += STEPS * V) {
       for (int u = 0; u < STEPS; ++u) {
         if (u * V % 64 == 0) __builtin_prefetch(w + at + u * V + (FIXED == V ? LZ_HALVES_AHEAD : LZ_CODES_AHEAD));
-        add(at + u * V, u * HALVES);
+        add(at + u * V, u * HALVES % USED);
       }
     }
     for (; at < bytes; at += V) add(at, 0);
-    ints sum[ND];
-    for (int d = 0; d < ND; ++d) {
-      sum[d] = bit_cast<ints>(s[0][d]);
-      for (int u = 1; u < USED; ++u) sum[d] = sum[d] + bit_cast<ints>(s[u][d]);
-    }
-    ints low = sum[0] + (sum[1] << 8);
-    lanes more = {};
     const bool near = !ZERO || (zero >= -512 && zero <= 512);  // so that no product leaves 32 bits
     const int32_t off = GAIN * (OFF + (near ? zero : 0));
-    if constexpr (ZERO) {
-      ints c;
-      memcpy(&c, corrections + b * (V / 4), sizeof c);
-      low = low - c * off;
-      if (!near) more = more - __builtin_convertvector(c, lanes) * (float(zero) * float(GAIN));
-    }
-    lanes f = __builtin_convertvector(low, lanes);
-    if constexpr (ND == 3) {
-      ints c = {};
-      if constexpr (ZERO) memcpy(&c, corrections + kind + b * (V / 4), sizeof c);
-      f = f + __builtin_convertvector(sum[2] - c * off, lanes) * 65536.0f;
-      if (ZERO && !near) more = more - __builtin_convertvector(c, lanes) * (float(zero) * float(GAIN) * 65536.0f);
-    }
-    if (ZERO) f = f + more;
-    // Two products of vectors where a number from memory goes to all lanes for nothing, else one of the two numbers first.
-    if constexpr (FIXED == V) total = total + f * scale;  // in which that of x is already
-    else total = V == 64 ? total + f * x_scale[b] * scale : total + f * (x_scale[b] * scale);
-  };
-  const bool single = q.block >= q.k;
-  const float* scales = q.scale.as<float>() + (q.scale.ndim < 2 ? 0 : col * q.scale.step(0));
-  const int64_t scale_step = q.scale.ndim < 2 || single ? 0 : q.scale.step(1);
-  const int64_t whole = have / bytes, each = single ? x.blocks : q.block / x.block;  // blocks of x in one of the weight
-  int64_t b = 0;
-  if (each == 1 && !single) {  // every block has a scale of its own, and all are whole
-    if constexpr (V == 64 && BITS == 4) {  // a block of 128 is one vector: nothing is left of the loop inside
-      while (bytes == V && b < whole) {
-        alignas(64) float both[64];
-        const int64_t begin = b, end = whole - b < 64 ? whole : b + 64;
-        for (int64_t i = begin; i < end; ++i) both[i - begin] = x_scale[i] * scales[i * scale_step];
-        for (; b < end; ++b) one(Length<V>(), b, codes + b * V, both[b - begin], ZERO ? q.zero_whole(col, b) : 0);
+    for (int r = 0; r < R; ++r) {
+      ints sum[ND];
+      for (int d = 0; d < ND; ++d) {
+        sum[d] = bit_cast<ints>(s[r][0][d]);
+        for (int u = 1; u < USED; ++u) sum[d] = sum[d] + bit_cast<ints>(s[r][u][d]);
       }
-      if (b == whole) return sum_of<V>(total);
+      ints low = sum[0] + (sum[1] << 8);
+      lanes more = {};
+      if constexpr (ZERO) {
+        ints c;
+        memcpy(&c, rows[r].corrections + b * (V / 4), sizeof c);
+        low = low - c * off;
+        if (!near) more = more - __builtin_convertvector(c, lanes) * (float(zero) * float(GAIN));
+      }
+      lanes f = __builtin_convertvector(low, lanes);
+      if constexpr (ND == 3) {
+        ints c = {};
+        if constexpr (ZERO) memcpy(&c, rows[r].corrections + kind + b * (V / 4), sizeof c);
+        f = f + __builtin_convertvector(sum[2] - c * off, lanes) * 65536.0f;
+        if (ZERO && !near) more = more - __builtin_convertvector(c, lanes) * (float(zero) * float(GAIN) * 65536.0f);
+      }
+      if (ZERO) f = f + more;
+      // Two products of vectors where a number from memory goes to all lanes for nothing, else one of the two numbers first.
+      if constexpr (FIXED == V) total[r] = total[r] + f * both[64 * r];  // the scales of x and of the weight
+      else total[r] = V == 64 ? total[r] + f * rows[r].scale[b] * scale : total[r] + f * (rows[r].scale[b] * scale);
     }
-    for (; b < whole; ++b, scales += scale_step)
-      one(Length<0>(), b, codes + b * bytes, *scales * (1.0f / float(GAIN)), ZERO ? q.zero_whole(col, b) : 0);
-    return sum_of<V>(total);
-  }
-  for (int64_t group = 0; b < x.blocks; ++group, scales += scale_step) {
-    const float scale = *scales * (1.0f / float(GAIN));
-    const int32_t zero = ZERO ? q.zero_whole(col, group) : 0;
-    const int64_t end = b + each < whole ? b + each : whole;
-    for (; b < end; ++b) one(Length<0>(), b, codes + b * bytes, scale, zero);
-    if (b == whole && b < x.blocks && (single || b < (group + 1) * each)) {  // the last block is not whole
-      uint8_t edge[MOST_BLOCK] = {};
-      memcpy(edge, codes + b * bytes, size_t(have - b * bytes));
-      one(Length<0>(), b, edge, scale, zero);
-      ++b;
+  };
+  auto all = [&]() __attribute__((always_inline)) {
+    const bool single = q.block >= q.k;
+    const float* scales = q.scale.as<float>() + (q.scale.ndim < 2 ? 0 : col * q.scale.step(0));
+    const int64_t scale_step = q.scale.ndim < 2 || single ? 0 : q.scale.step(1);
+    const int64_t whole = have / bytes, each = single ? x.blocks : q.block / x.block;  // blocks of x in one of the weight
+    int64_t b = 0;
+    if (each == 1 && !single) {  // every block has a scale of its own, and all are whole
+      if constexpr (V == 64 && BITS == 4) {  // a block of 128 is one vector: nothing is left of the loop inside
+        while (bytes == V && b < whole) {
+          alignas(64) float both[R][64];
+          const int64_t begin = b, end = whole - b < 64 ? whole : b + 64;
+          for (int r = 0; r < R; ++r)
+            for (int64_t i = begin; i < end; ++i) both[r][i - begin] = rows[r].scale[i] * scales[i * scale_step];
+          for (; b < end; ++b) one(Length<V>(), b, codes + b * V, both[0] + (b - begin), 0.0f, ZERO ? q.zero_whole(col, b) : 0);
+        }
+        if (b == whole) return;
+      }
+      for (; b < whole; ++b, scales += scale_step)
+        one(Length<0>(), b, codes + b * bytes, nullptr, *scales * (1.0f / float(GAIN)), ZERO ? q.zero_whole(col, b) : 0);
+      return;
     }
-  }
-  return sum_of<V>(total);
+    for (int64_t group = 0; b < x.blocks; ++group, scales += scale_step) {
+      const float scale = *scales * (1.0f / float(GAIN));
+      const int32_t zero = ZERO ? q.zero_whole(col, group) : 0;
+      const int64_t end = b + each < whole ? b + each : whole;
+      for (; b < end; ++b) one(Length<0>(), b, codes + b * bytes, nullptr, scale, zero);
+      if (b == whole && b < x.blocks && (single || b < (group + 1) * each)) {  // the last block is not whole
+        uint8_t edge[MOST_BLOCK] = {};
+        memcpy(edge, codes + b * bytes, size_t(have - b * bytes));
+        one(Length<0>(), b, edge, nullptr, scale, zero);
+        ++b;
+      }
+    }
+  };
+  all();
+  for (int r = 0; r < R; ++r) c[r * step] = sum_of<V>(total[r]);
+}
+
+// `cols` columns of `count` rows, four rows at a time.
+template <int ND, int V, int BITS, bool ZERO>
+static void dot_rows(const Quantized& q, const Digits& x, const DigitRow* rows, int count, int64_t at, int cols, float* c, int64_t step) {
+  int m = 0;
+  for (; m + 4 <= count; m += 4)
+    for (int j = 0; j < cols; ++j) dot_column<4, ND, V, BITS, ZERO>(q, x, rows + m, at + j, c + m * step + j, step);
+  for (; m + 2 <= count; m += 2)
+    for (int j = 0; j < cols; ++j) dot_column<2, ND, V, BITS, ZERO>(q, x, rows + m, at + j, c + m * step + j, step);
+  for (; m < count; ++m)
+    for (int j = 0; j < cols; ++j) dot_column<1, ND, V, BITS, ZERO>(q, x, rows + m, at + j, c + m * step + j, step);
+}
+template <int ND, int V> static void dot_rows(const Quantized& q, const Digits& x, const DigitRow* rows, int count, int64_t at, int cols, float* c, int64_t step) {
+  if (q.bits == 4) return q.zero ? dot_rows<ND, V, 4, true>(q, x, rows, count, at, cols, c, step) : dot_rows<ND, V, 4, false>(q, x, rows, count, at, cols, c, step);
+  return q.zero ? dot_rows<ND, V, 8, true>(q, x, rows, count, at, cols, c, step) : dot_rows<ND, V, 8, false>(q, x, rows, count, at, cols, c, step);
+}
+template <int ND> static void dot_rows(const Quantized& q, const Digits& x, const DigitRow* rows, int count, int64_t at, int cols, float* c, int64_t step) {
+#if !defined(__aarch64__)
+  if (x.width == 64) return dot_rows<ND, 64>(q, x, rows, count, at, cols, c, step);
+  if (x.width == 32) return dot_rows<ND, 32>(q, x, rows, count, at, cols, c, step);
+#endif
+  dot_rows<ND, 16>(q, x, rows, count, at, cols, c, step);
 }
 
 // What the numbers of each lane of a block add up to: their products with ones.
@@ -201,6 +245,14 @@ template <int ND, int V> static void fill_lanes(const Digits& x, int64_t row) {
       memcpy(to + x.lane_step(), &high, sizeof high);
     }
   }
+}
+
+template <int ND> static void fill_lanes(const Digits& x, int64_t row) {
+#if !defined(__aarch64__)
+  if (x.width == 64) return fill_lanes<ND, 64>(x, row);
+  if (x.width == 32) return fill_lanes<ND, 32>(x, row);
+#endif
+  fill_lanes<ND, 16>(x, row);
 }
 
 // How rows of x are to be written for this weight; a block of 0: the bytes of a block do not fill vectors. A block of x lies

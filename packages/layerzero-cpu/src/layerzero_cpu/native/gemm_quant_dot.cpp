@@ -6,28 +6,25 @@
 
 LZ_BEGIN
 
-template <int ND, int V, int BITS> static void dot_all(const Quantized& q, const Digits& x, int threads) {
+constexpr int TOGETHER = 32;  // rows that share a visit of a part's codes
+
+template <int ND> static void dot_all(const Quantized& q, const Digits& x, int threads) {
   const RowMap out_at(q.out);
   const Finish finish = {q.bias, q.act};
-  for (int64_t row = 0; x.offset && row < q.rows; ++row) fill_lanes<ND, V>(x, row);
+  for (int64_t row = 0; x.offset && row < q.rows; ++row) fill_lanes<ND>(x, row);
   parallel_parts((q.n + QUANT_COLS - 1) / QUANT_COLS, threads, [&](int64_t part) {
-    alignas(64) float c[QUANT_COLS];
+    alignas(64) float c[TOGETHER * QUANT_COLS];
     const int64_t at = part * QUANT_COLS;
     const int cols = int(q.n - at < QUANT_COLS ? q.n - at : QUANT_COLS);
-    for (int64_t row = 0; row < q.rows; ++row) {  // the codes of a part stay in the cache from row to row
-      for (int j = 0; j < cols; ++j) c[j] = q.zero ? dot_column<ND, V, BITS, true>(q, x, row, at + j) : dot_column<ND, V, BITS, false>(q, x, row, at + j);
-      LZ_FLOATS(q.out.dtype, finish.store_row(c, at, cols, q.out.as<T>() + out_at(row) + at));
+    for (int64_t row = 0; row < q.rows; row += TOGETHER) {  // the codes of a part stay in the cache
+      const int some = int(q.rows - row < TOGETHER ? q.rows - row : TOGETHER);
+      DigitRow rows[TOGETHER];
+      for (int m = 0; m < some; ++m) rows[m] = DigitRow(x, row + m);
+      dot_rows<ND>(q, x, rows, some, at, cols, c, QUANT_COLS);
+      for (int m = 0; m < some; ++m)
+        LZ_FLOATS(q.out.dtype, finish.store_row(c + m * QUANT_COLS, at, cols, q.out.as<T>() + out_at(row + m) + at));
     }
   });
-}
-
-template <int ND> static void dot_wide(const Quantized& q, const Digits& x, int width, int threads) {
-#if !defined(__aarch64__)
-  if (width == 64) return q.bits == 4 ? dot_all<ND, 64, 4>(q, x, threads) : dot_all<ND, 64, 8>(q, x, threads);
-  if (width == 32) return q.bits == 4 ? dot_all<ND, 32, 4>(q, x, threads) : dot_all<ND, 32, 8>(q, x, threads);
-#endif
-  (void)width;
-  return q.bits == 4 ? dot_all<ND, 16, 4>(q, x, threads) : dot_all<ND, 16, 8>(q, x, threads);
 }
 
 template <class T> static Status run(const Quantized& q, int threads) {
@@ -45,8 +42,8 @@ template <class T> static Status run(const Quantized& q, int threads) {
   if (!room) return "no memory for the rows";
   x.place(static_cast<char*>(room));
   for (int64_t m = 0; m < q.rows; ++m) x.fill(m, q.x.as<T>() + x_at(m), q.k);
-  if (x.count == 3) dot_wide<3>(q, x, x.width, threads);
-  else dot_wide<2>(q, x, x.width, threads);
+  if (x.count == 3) dot_all<3>(q, x, threads);
+  else dot_all<2>(q, x, threads);
   free(room);
   return nullptr;
 }

@@ -36,6 +36,13 @@ fma.rn.bf16x2 $3, d, one, off;
 }
 """
 # E2M1: sign, exponent and mantissa moved to their places in bfloat16, whose exponent is larger by 126.
+_E2M1_PART = """
+shl.b32 s, {0}, {1};
+shl.b32 t, {0}, {2};
+and.b32 t, t, 0x01C001C0;
+lop3.b32 s, s, 0x80008000, t, 0xEA;
+fma.rn.bf16x2 ${3}, s, up, none;
+"""
 _E2M1_ASM = """
 {
 .reg .b32 a, b, s, t, up, none;
@@ -43,28 +50,10 @@ mov.b32 up, 0x7E807E80;
 mov.b32 none, 0x80008000;
 prmt.b32 a, $4, 0, 0x4140;
 prmt.b32 b, $4, 0, 0x4342;
-shl.b32 s, a, 12;
-shl.b32 t, a, 6;
-and.b32 t, t, 0x01C001C0;
-lop3.b32 s, s, 0x80008000, t, 0xEA;
-fma.rn.bf16x2 $0, s, up, none;
-shl.b32 s, b, 12;
-shl.b32 t, b, 6;
-and.b32 t, t, 0x01C001C0;
-lop3.b32 s, s, 0x80008000, t, 0xEA;
-fma.rn.bf16x2 $1, s, up, none;
-shl.b32 s, a, 8;
-shl.b32 t, a, 2;
-and.b32 t, t, 0x01C001C0;
-lop3.b32 s, s, 0x80008000, t, 0xEA;
-fma.rn.bf16x2 $2, s, up, none;
-shl.b32 s, b, 8;
-shl.b32 t, b, 2;
-and.b32 t, t, 0x01C001C0;
-lop3.b32 s, s, 0x80008000, t, 0xEA;
-fma.rn.bf16x2 $3, s, up, none;
-}
 """
+for _part in (("a", 12, 6, 0), ("b", 12, 6, 1), ("a", 8, 2, 2), ("b", 8, 2, 3)):
+    _E2M1_ASM += _E2M1_PART.format(*_part)
+_E2M1_ASM += "}"
 INT4_ASM, E2M1_ASM = tl.constexpr(_INT4_ASM), tl.constexpr(_E2M1_ASM)
 
 
@@ -103,6 +92,18 @@ def power_of_two(scale, LIKE: tl.constexpr):
     return tl.where(whole == 255, float("nan"), bits.to(tl.float32, bitcast=True)).to(LIKE)
 
 
+@triton.jit
+def scaled_halves(codes, scales, step, k, LIKE: tl.constexpr, ASM: tl.constexpr):
+    """The numbers of MXFP4 bytes [half the inner axis, columns], times the powers of two at each column's place."""
+    HALF: tl.constexpr = codes.shape[0]
+    low, high = halves(codes, LIKE, "e2m1", ASM)
+    block = step * (HALF // 16) + tl.arange(0, HALF // 16)
+    power = tl.load(scales[None, :] + block[:, None], mask=(block < k // 32)[:, None], other=0)
+    factor = tl.broadcast_to(power_of_two(power, LIKE)[:, None, :], [HALF // 16, 16, codes.shape[1]])
+    factor = tl.reshape(factor, [HALF, codes.shape[1]])
+    return low * factor, high * factor
+
+
 _NUMBERS = ["m", "n", "k", "x_m", "w_n", "s_n", "s_b", "each"]
 
 
@@ -130,8 +131,8 @@ def product(
     columns = (tile % (GROUP * tiles_n) // high) * BLOCK_N + tl.arange(0, BLOCK_N)
     good_m, good_n = rows < m, columns < n
     piece = tl.program_id(1)
+    PACK: tl.constexpr = 1 if FOUR == "none" else 2  # columns of the weight in a byte
     inner = tl.arange(0, BLOCK_K)
-    packed = tl.arange(0, BLOCK_K // 2)
     left = x + tl.where(good_m, rows, 0).to(tl.int64)[:, None] * x_m
     right = codes + tl.where(good_n, columns, 0).to(tl.int64)[None, :] * w_n
     scales = scale + tl.where(good_n, columns, 0) * s_n
@@ -140,36 +141,25 @@ def product(
     last = tl.minimum((piece + 1) * each, tl.cdiv(k, BLOCK_K))
     for step in range(piece * each, last):
         at = step * BLOCK_K + inner
-        if FOUR != "none":
-            half = step * (BLOCK_K // 2) + packed
-            if EVEN_K:
-                given = tl.load(left + at[None, :])
-                codes_here = tl.load(right + half[:, None])
-            else:
-                given = tl.load(left + at[None, :], mask=(at < k)[None, :], other=0.0)
-                codes_here = tl.load(right + half[:, None], mask=(half < k // 2)[:, None], other=0)
-            even, odd = tl.split(tl.reshape(given, [BLOCK_M, BLOCK_K // 2, 2]))
-            evens, odds = halves(codes_here, x.dtype.element_ty, FOUR, ASM)
-            if FOUR == "e2m1":
-                block = step * (BLOCK_K // 32) + tl.arange(0, BLOCK_K // 32)
-                power = tl.load(scales[None, :] + block[:, None], mask=(block < k // 32)[:, None], other=0)
-                factor = tl.broadcast_to(
-                    power_of_two(power, x.dtype.element_ty)[:, None, :], [BLOCK_K // 32, 16, BLOCK_N]
-                )
-                factor = tl.reshape(factor, [BLOCK_K // 2, BLOCK_N])
-                evens, odds = evens * factor, odds * factor
-        elif EVEN_K:
+        along = step * (BLOCK_K // PACK) + tl.arange(0, BLOCK_K // PACK)
+        if EVEN_K:
             given = tl.load(left + at[None, :])
-            weights = tl.load(right + at[:, None])
+            held = tl.load(right + along[:, None])
         else:
             given = tl.load(left + at[None, :], mask=(at < k)[None, :], other=0.0)
-            weights = tl.load(right + at[:, None], mask=(at < k)[:, None], other=0.0)
+            held = tl.load(right + along[:, None], mask=(along < k // PACK)[:, None], other=0)
+        if FOUR != "none":
+            even, odd = tl.split(tl.reshape(given, [BLOCK_M, BLOCK_K // 2, 2]))
+            if FOUR == "e2m1":
+                evens, odds = scaled_halves(held, scales, step, k, x.dtype.element_ty, ASM)
+            else:
+                evens, odds = halves(held, x.dtype.element_ty, FOUR, ASM)
         if FOUR == "e2m1":
             acc = tl.dot(odd, odds, tl.dot(even, evens, acc))
         elif BLOCKS:
             here = tl.load(scales + (step // PER) * s_b).to(tl.float32)
             if FOUR == "none":
-                part = tl.dot(given, weights.to(given.dtype))
+                part = tl.dot(given, held.to(given.dtype))
             else:
                 part = tl.dot(odd, odds, tl.dot(even, evens))
             if ZERO:
@@ -178,7 +168,7 @@ def product(
             acc += part * here[None, :]
         else:
             if FOUR == "none":
-                acc = tl.dot(given, weights.to(given.dtype), acc)
+                acc = tl.dot(given, held.to(given.dtype), acc)
             else:
                 acc = tl.dot(odd, odds, tl.dot(even, evens, acc))
             if ZERO:
@@ -226,21 +216,31 @@ def widen(
     """MXFP4 codes [n, k / 2] and their powers of two as numbers [n, k]; a tile of BLOCK columns a program."""
     k = blocks_k * 32
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    bytes_here = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
-    inside = (rows < n)[:, None] & (bytes_here < blocks_k * 16)[None, :]
-    at = rows.to(tl.int64)[:, None]
-    low, high = halves(
-        tl.load(codes + at * (blocks_k * 16) + bytes_here[None, :], mask=inside, other=0),
-        out.dtype.element_ty,
-        "e2m1",
-        ASM,
-    )
-    blocks = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
-    power = tl.load(
-        scale + at * blocks_k + blocks[None, :], mask=(rows < n)[:, None] & (blocks < blocks_k)[None, :], other=0
-    )
-    factor = power_of_two(power, out.dtype.element_ty)[:, :, None]
-    factor = tl.reshape(tl.broadcast_to(factor, [ROWS, BLOCK // 32, 16]), [ROWS, BLOCK // 2])
-    number = tl.reshape(tl.join(low * factor, high * factor), [ROWS, BLOCK])
+    half = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+    at = tl.where(rows < n, rows, 0).to(tl.int64)
+    held = tl.load(codes + at[None, :] * (k // 2) + half[:, None], mask=(half < k // 2)[:, None], other=0)
+    low, high = scaled_halves(held, scale + at * blocks_k, tl.program_id(1), k, out.dtype.element_ty, ASM)
+    number = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), [ROWS, BLOCK])
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + at * k + columns[None, :], number, mask=(rows < n)[:, None] & (columns < k)[None, :])
+    tl.store(out + at[:, None] * k + columns[None, :], number, mask=(rows < n)[:, None] & (columns < k)[None, :])
+
+
+@triton.jit(do_not_specialize=["width", "x_step", "rows", "blocks"])
+def encode(
+    x, codes, scales, width: tl.int32, x_step: tl.int64, rows: tl.int64, blocks: tl.int32, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """A row in codes of E4M3, its largest magnitude the largest code, divided and rounded as the reference does.
+
+    Its scale is written for each of `blocks` blocks, [blocks, rows]. A NaN, or an infinity, is one in the scale.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    value = tl.load(x + row * x_step + lane, mask=lane < width, other=0.0).to(tl.float32)
+    peak = tl.max(tl.abs(value), 0)
+    scale = tl.where(peak == 0.0, 1.0, tl.maximum(tl.div_rn(peak, 448.0), 1.1754943508222875e-38))
+    scale = tl.where(tl.max((value != value).to(tl.int32), 0) > 0, float("nan"), scale)
+    near = tl.clamp(tl.div_rn(value, scale), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(codes + row * width + lane, near.to(codes.dtype.element_ty), mask=lane < width)
+    block = tl.arange(0, BLOCKS)
+    tl.store(scales + row + block * rows, tl.zeros([BLOCKS], dtype=tl.float32) + scale, mask=block < blocks)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from layerzero_triton.kernels.activation import _gate
+from layerzero_triton.kernels.dequant import scaled_halves
 
 
 @triton.jit
@@ -103,19 +104,20 @@ _NUMBERS = ["n", "k", "x_m", "w_e", "w_n", "w_k", "top_k", "alpha", "limit"]
 
 @triton.jit(do_not_specialize=_NUMBERS)
 def product(
-    x, weights, bias, order, ends, tiles, out,
+    x, weights, scale, bias, order, ends, tiles, out,
     n: tl.int32, k: tl.int32, x_m: tl.int64, w_e: tl.int64, w_n: tl.int64, w_k: tl.int64, top_k: tl.int32,
     alpha: tl.float32, limit: tl.float32,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
     UNIT: tl.constexpr, ALONG_K: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, GATE: tl.constexpr,
-    LIMIT: tl.constexpr, FIRST: tl.constexpr,
+    LIMIT: tl.constexpr, FIRST: tl.constexpr, CODES: tl.constexpr, PER: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows times a tile of their expert's weight, [n, k] by its steps; program (tile, columns), columns next.
 
     FIRST: row r is that of token order[r] // top_k of x, and the result is row r of out, through the activation. With
     GATE ("halves" or "turns", how gate and up lie among the rows of the weight) every second column of the tile is the
     up of the gate before it, and out is half as wide. Else row r of x gives row order[r] of out, nothing applied.
-    ALONG_K: the weight's rows are contiguous; else its columns are.
+    ALONG_K: the weight's rows are contiguous; else its columns are. CODES: "bytes" with a scale for each PER of a row,
+    0 for one a row, or "e2m1", two to a byte.
     """
     w_e, x_m, k = w_e * UNIT, x_m * UNIT, k * UNIT
     if ALONG_K:
@@ -144,19 +146,32 @@ def product(
             source = tl.where(good_m, rows, first)
         inner = tl.arange(0, BLOCK_K)
         left = x + source.to(tl.int64)[:, None] * x_m + inner[None, :]
-        right = weights + expert * w_e + which.to(tl.int64)[None, :] * w_n + inner[:, None] * w_k
+        PACK: tl.constexpr = 2 if CODES == "e2m1" else 1  # columns of the weight in an element
+        along = tl.arange(0, BLOCK_K // PACK)
+        right = weights + expert * w_e + which.to(tl.int64)[None, :] * w_n + along[:, None] * w_k
+        if CODES != "none":
+            scales = scale + (expert * n + which) * (k // PER if PER else 1)
         acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         for step in range(0, tl.cdiv(k, BLOCK_K)):
             if EVEN_K:
                 given = tl.load(left)
                 held = tl.load(right)
             else:
-                inside = step * BLOCK_K + inner < k
-                given = tl.load(left, mask=inside[None, :], other=0.0)
-                held = tl.load(right, mask=inside[:, None], other=0.0)
-            acc = tl.dot(given, held, acc, input_precision="ieee")
+                given = tl.load(left, mask=(step * BLOCK_K + inner < k)[None, :], other=0.0)
+                held = tl.load(right, mask=(step * BLOCK_K + along * PACK < k)[:, None], other=0)
+            if CODES == "e2m1":
+                even, odd = tl.split(tl.reshape(given, [BLOCK_M, BLOCK_K // 2, 2]))
+                evens, odds = scaled_halves(held, scales, step, k, x.dtype.element_ty, ASM)
+                acc = tl.dot(odd, odds, tl.dot(even, evens, acc))
+            elif PER:
+                factor = tl.load(scales + step * BLOCK_K // PER)
+                acc += tl.dot(given, held.to(given.dtype)) * factor[None, :]
+            else:
+                acc = tl.dot(given, held.to(given.dtype), acc, input_precision="ieee")
             left += BLOCK_K
-            right += BLOCK_K * w_k
+            right += BLOCK_K // PACK * w_k
+        if CODES == "bytes" and PER == 0:
+            acc *= tl.load(scales)[None, :]
         if BIAS:
             acc += tl.load(bias + expert * n + which).to(tl.float32)[None, :]
         if not FIRST:

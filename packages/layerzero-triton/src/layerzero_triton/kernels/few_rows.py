@@ -9,26 +9,41 @@ import triton
 import triton.language as tl
 
 from layerzero_triton.kernels.activation import _gate
+from layerzero_triton.kernels.dequant import halves, power_of_two
 
 
 @triton.jit(do_not_specialize=["n", "k", "w_step"])
 def single(
-    x, weight, bias, out, n: tl.int32, k: tl.int32, w_step: tl.int64,
+    x, weight, scale, bias, out, n: tl.int32, k: tl.int32, w_step: tl.int64,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, UNIT: tl.constexpr, BIAS: tl.constexpr,
-    GATED: tl.constexpr, KIND: tl.constexpr,
+    GATED: tl.constexpr, KIND: tl.constexpr, FOUR: tl.constexpr, PER: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """One row of x: products in float32, added up at the end."""
+    """One row of x: products in float32, added up at the end.
+
+    FOUR, "int4" or "e2m1": the weight holds two codes a byte, with a scale for each PER columns; blocks are whole.
+    """
     k *= UNIT
     w_step *= UNIT
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = row < n
     start = weight + row[:, None] * w_step
     other = start + n * w_step
-    acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_K if FOUR == "none" else BLOCK_K // 2], dtype=tl.float32)
     gated = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     for begin in range(0, k, BLOCK_K):
         column = begin + tl.arange(0, BLOCK_K)
-        if EVEN:
+        if FOUR != "none":
+            held = tl.load(start + (begin // 2 + tl.arange(0, BLOCK_K // 2))[None, :])
+            even, odd = tl.split(tl.reshape(tl.load(x + column).to(tl.float32), [BLOCK_K // 2, 2]))
+            block = begin // PER + tl.arange(0, BLOCK_K // PER)
+            factor = tl.load(scale + row[:, None] * (k // PER) + block[None, :])
+            if FOUR == "e2m1":
+                factor = power_of_two(factor, tl.float32)
+            factor = tl.broadcast_to(factor[:, :, None], [BLOCK_N, BLOCK_K // PER, PER // 2])
+            low, high = halves(held, tl.bfloat16, FOUR, ASM)
+            part = low.to(tl.float32) * even[None, :] + high.to(tl.float32) * odd[None, :]
+            acc += part * tl.reshape(factor, [BLOCK_N, BLOCK_K // 2])
+        elif EVEN:
             values = tl.load(start + column[None, :])
             if GATED:
                 ups = tl.load(other + column[None, :])
@@ -39,7 +54,8 @@ def single(
             if GATED:
                 ups = tl.load(other + column[None, :], mask=mask, other=0.0)
             given = tl.load(x + column, mask=column < k, other=0.0).to(tl.float32)
-        acc += values.to(tl.float32) * given[None, :]
+        if FOUR == "none":
+            acc += values.to(tl.float32) * given[None, :]
         if GATED:
             gated += ups.to(tl.float32) * given[None, :]
     total = tl.sum(acc, axis=1)

@@ -115,6 +115,11 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def assembling() -> bool:
+    """Whether NVIDIA's assembler sees our kernels."""
+    return not interpreting() and torch.version.hip is None
+
+
 def sm_count(device: torch.device) -> int:
     """Multiprocessors of a device; 1 under the interpreter."""
     if device.type != "cuda":

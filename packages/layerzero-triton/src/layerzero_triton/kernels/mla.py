@@ -17,7 +17,7 @@ def latent(
     q_t: tl.int64, q_h: tl.int64, r_t: tl.int64, r_h: tl.int64, k_p: tl.int64, k_t: tl.int64, e_p: tl.int64,
     e_t: tl.int64, t_b: tl.int64,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr, BLOCK_R: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LSE: tl.constexpr, UNIT: tl.constexpr, PRECISE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LSE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of heads, split, sequence). With one split `out` is the result itself.
 
@@ -61,22 +61,15 @@ def latent(
         rest = tl.load(e + (page * e_p + slot * e_t)[:, None] + other[None, :], mask=rest_mask, other=0.0)
         keys = keys.to(queries.dtype)
         rest = rest.to(queries.dtype)
-        if PRECISE:
-            scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-            scores = tl.dot(turned, tl.trans(rest), scores, input_precision="ieee")
-        else:
-            scores = tl.dot(queries, tl.trans(keys))
-            scores = tl.dot(turned, tl.trans(rest), scores)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        scores = tl.dot(turned, tl.trans(rest), scores, input_precision="ieee")
         scores = tl.where(there[None, :], scores * scale, float("-inf"))
         now = tl.maximum(best, tl.max(scores, axis=1))
         weights = tl.exp2((scores - now[:, None]) * 1.4426950408889634)
         shrink = tl.exp2((best - now) * 1.4426950408889634)
         total = total * shrink + tl.sum(weights, axis=1)
         acc = acc * shrink[:, None]
-        if PRECISE:
-            acc = tl.dot(weights.to(queries.dtype), keys, acc, input_precision="ieee")
-        else:
-            acc = tl.dot(weights.to(queries.dtype), keys, acc)
+        acc = tl.dot(weights.to(queries.dtype), keys, acc, input_precision="ieee")
         best = now
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     place = (batch.to(tl.int64) * heads + head) * splits + piece

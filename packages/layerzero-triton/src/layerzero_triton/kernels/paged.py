@@ -21,7 +21,7 @@ def split(
     v_p: tl.int64, v_t: tl.int64, v_h: tl.int64, t_b: tl.int64, s_b: tl.int64,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, LSE: tl.constexpr,
-    UNIT: tl.constexpr, PRECISE: tl.constexpr, TILES: tl.constexpr, SINKS: tl.constexpr,
+    UNIT: tl.constexpr, TILES: tl.constexpr, SINKS: tl.constexpr,
     KEYS_SCALED: tl.constexpr, VALUES_SCALED: tl.constexpr, EACH_HEAD: tl.constexpr,
 ):  # fmt: skip
     """Program (KV head and tile of its queries, split, sequence). With one split `out` is the result itself.
@@ -76,10 +76,7 @@ def split(
             mask = there[:, None] & wide[None, :]
         keys = tl.load(keys_of + (page * k_p + slot * k_t)[:, None], mask=mask, other=0.0)
         values = tl.load(values_of + (page * v_p + slot * v_t)[:, None], mask=mask, other=0.0)
-        if PRECISE:
-            scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee") * scale
-        else:
-            scores = tl.dot(queries, tl.trans(keys.to(queries.dtype))) * scale
+        scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee") * scale
         if CAP:
             # tanh by way of exp of a number that is not positive, so that nothing overflows
             ratio = scores / softcap
@@ -97,10 +94,7 @@ def split(
         weights = tl.exp2((scores - base[:, None]) * 1.4426950408889634)
         shrink = tl.exp2((best - base) * 1.4426950408889634)
         total = total * shrink + tl.sum(weights, axis=1)
-        if PRECISE:
-            added = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), input_precision="ieee")
-        else:
-            added = tl.dot(weights.to(queries.dtype), values.to(queries.dtype))
+        added = tl.dot(weights.to(queries.dtype), values.to(queries.dtype), input_precision="ieee")
         acc = acc * shrink[:, None] + added
         best = now
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]

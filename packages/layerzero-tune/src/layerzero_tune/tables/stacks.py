@@ -70,11 +70,6 @@ class Stack:
     instead: str = ""
 
 
-def stack_names() -> tuple[str, ...]:
-    """Stacks that settings can be written for."""
-    return tuple(_stacks())
-
-
 def stack_of(name: str) -> Stack:
     """A stack by name; an error with the names there are otherwise."""
     found = _stacks().get(name)

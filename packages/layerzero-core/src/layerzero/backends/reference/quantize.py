@@ -121,7 +121,8 @@ def scales_of(groups: Tensor, scheme: QuantScheme) -> Scales:
         step = block.to(torch.float32) * tensor_scale
         # A block scale that underflowed to zero stands for zeros, so its codes are zeros too.
         return Scales(block, torch.where(step == 0, torch.inf, step), None, tensor_scale)
-    scale = _at_least_tiny(peak / LARGEST[scheme.fmt])
+    # By a tensor: CUDA multiplies by the inverse of a Python number, and its scales would not be a CPU's.
+    scale = _at_least_tiny(peak / peak.new_full((), LARGEST[scheme.fmt]))
     return Scales(scale, scale)
 
 
