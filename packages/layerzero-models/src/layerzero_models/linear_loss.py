@@ -72,10 +72,10 @@ class _Beside(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
         rows, vocab = x.shape[0], weight.shape[0]
-        step = -(-rows // -(-rows * vocab // _PIECE))
+        pieces = -(-rows * vocab // _PIECE)
         wide = compute_dtype(x, weight)
         total, of_x, of_weight = x.new_zeros((), dtype=wide), [], None
-        for part, label in zip(x.split(step), labels[:, None].split(step), strict=True):
+        for part, label in zip(x.chunk(pieces), labels[:, None].chunk(pieces), strict=True):
             counted = label != ignore_index
             logits = _logits(part, weight, None, wide)
             lse = torch.logsumexp(logits, dim=-1, keepdim=True)
