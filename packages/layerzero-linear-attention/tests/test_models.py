@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 import layerzero as lz
 from layerzero_linear_attention.architectures import MODELS
+from layerzero_linear_attention.transformers import by_itself
 
 transformers = pytest.importorskip("transformers")
 
@@ -171,3 +174,37 @@ def test_a_compiled_layer_calls_the_ops():
 
     torch.testing.assert_close(torch.compile(layer, backend=backend)(x), wanted, rtol=1e-4, atol=1e-4)
     assert all(any(op in text for text in graphs) for op in ("mamba2_scan", "causal_conv1d"))
+
+
+def test_a_model_computes_by_itself_where_a_package_stands_in_front_of_its_code(monkeypatch):
+    from transformers.models.mamba2 import modeling_mamba2
+
+    own, calls = modeling_mamba2.mamba2_chunk_scan, []
+
+    def torch_code(x, dt, A, B, C, chunk_size, D, dt_bias, dt_softplus, dt_limit, initial_states, return_final_states):
+        calls.append(x.shape)
+        return own(
+            x, dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit,
+            initial_states=initial_states, return_final_states=return_final_states,
+        )  # fmt: skip
+
+    @functools.wraps(torch_code)
+    def package(*args, **options):
+        raise RuntimeError("the package was called")
+
+    model, ids = made("mamba2"), torch.randint(1, 131, (2, 24))
+    with torch.no_grad():
+        wanted = model(ids, use_cache=False).logits
+        monkeypatch.setattr(modeling_mamba2, "mamba2_chunk_scan", package)
+        with pytest.raises(RuntimeError, match="the package was called"):
+            model(ids, use_cache=False)
+        by_itself(model)
+        torch.testing.assert_close(model(ids, use_cache=False).logits, wanted)
+        alone = len(calls)
+        assert alone
+        other = lz.patch(copy.deepcopy(model))  # which has its own forward by then, and is patched all the same
+        torch.testing.assert_close(other(ids, use_cache=False).logits, wanted, rtol=1e-3, atol=1e-3)
+        assert len(calls) == alone and any("mamba2_scan" in item.op for item in lz.patched(other).patched)
+        lz.unpatch(other)
+        torch.testing.assert_close(other(ids, use_cache=False).logits, wanted)
+        assert len(calls) > alone

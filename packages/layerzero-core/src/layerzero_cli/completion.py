@@ -6,6 +6,7 @@ asks does not wait for torch. Kernels that a plugin registers by Python code alo
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import types
@@ -16,7 +17,7 @@ from typing import Any
 import click
 
 from layerzero_cli.output import Answer, Line
-from layerzero_cli.root import cli
+from layerzero_cli.root import cli, entries
 from layerzero_cli.verbs import verb
 
 _INSTALL = {
@@ -29,7 +30,7 @@ _INSTALL = {
 @verb(cli, "completion")
 @click.argument("shell", type=click.Choice(sorted(_INSTALL)))
 def completion(shell: str) -> Answer:
-    """Print the script that completes verbs, options, ops, kernels and devices in a shell.
+    """Print the script that completes verbs, options and names in a shell.
 
     \b
     eval "$(lz completion bash)"                                 in ~/.bashrc
@@ -56,11 +57,10 @@ def _completing(known: Callable[[], Iterable[str]]) -> Completion:
 
 def _capabilities() -> Iterator[dict[str, Any]]:
     """What every installed backend says of its kernels; a file that cannot be read is for `lz doctor` to tell of."""
-    import importlib.metadata
     import importlib.util
 
-    for entry in importlib.metadata.entry_points(group="layerzero.backends"):
-        top, *inner = entry.module.split(".")
+    for module, _ in entries("layerzero.backends").values():
+        top, *inner = module.partition(":")[0].split(".")
         spec = importlib.util.find_spec(top)
         for folder in (spec and spec.submodule_search_locations) or ():
             for file in Path(folder, *inner[:-1]).rglob("capabilities.json"):
@@ -79,14 +79,9 @@ def _kernels() -> set[str]:
 
 def _devices() -> Iterable[str]:
     """Devices by name. The catalogue needs no torch, which the package's own `__init__` imports: it is left out."""
-    import importlib.util
-
-    if "layerzero" not in sys.modules:
-        spec = importlib.util.find_spec("layerzero")
-        assert spec is not None
-        bare = types.ModuleType("layerzero")
-        bare.__path__ = list(spec.submodule_search_locations or ())
-        sys.modules["layerzero"] = bare  # for the rest of this process, which ends with its answer to the shell
+    if "layerzero" not in sys.modules:  # for the rest of this process, which ends with its answer to the shell
+        sys.modules["layerzero"] = bare = types.ModuleType("layerzero")
+        bare.__path__ = [str(Path(__file__).parents[1] / "layerzero")]
     return ("cpu", "cuda", *importlib.import_module("layerzero.device.catalogue").device_names())
 
 

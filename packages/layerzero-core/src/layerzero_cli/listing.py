@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.option("--available/--unavailable", default=None, help="Only kernels that can (or cannot) be used here.")
 @click.option("--page", is_flag=True, help="The documentation page of the op, in Markdown, instead.")
 def list_(op: str | None, backend: str | None, available: bool | None, page: bool) -> Answer:
-    """List the kernels with their platforms and dtypes, and say which can be used here.
+    """List the kernels with platforms and dtypes, and say which can be used here.
 
     \b
     lz list --op attention --available

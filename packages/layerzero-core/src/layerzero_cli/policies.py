@@ -18,7 +18,7 @@ _SIZES = ("batch_heads", "device", "k", "n", "num_blocks")
 
 @cli.group("policy")
 def policy() -> None:
-    """Write and check policy files, and see which values hold and where they come from."""
+    """Write and check policy files; see which values hold and where they come from."""
 
 
 @verb(policy, "check")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @cli.group("quarantine")
 def quarantine() -> None:
-    """See which kernels are skipped because they took a process down, and lift that."""
+    """See which kernels took a process down and are skipped, and lift that."""
 
 
 @verb(quarantine, "list")

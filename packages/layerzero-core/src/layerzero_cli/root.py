@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
+import operator
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,8 +17,6 @@ from layerzero_cli.output import stamped
 from layerzero_cli.verbs import OK, USAGE, failed
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
     from click.shell_completion import CompletionItem
 
 COMMANDS = "layerzero.commands"
@@ -27,10 +28,7 @@ _CLI, _TUNE, _VERIFY = "layerzero_cli", "layerzero-tune", "layerzero-verify"
 VERBS: dict[str, dict[str, tuple[str, str]]] = {
     "Look": {
         "doctor": (f"{_CLI}.checks", "Check machine, settings, plugins and vendors, and name what mends each problem."),
-        "list": (
-            f"{_CLI}.listing",
-            "List the kernels with their platforms and dtypes, and say which can be used here.",
-        ),
+        "list": (f"{_CLI}.listing", "List the kernels with platforms and dtypes, and say which can be used here."),
         "explain": (f"{_CLI}.explaining", "Say which kernel a call would run, and why not the others."),
         "which": (f"{_CLI}.explaining", "Print the id of the kernel that a call would run."),
         "validate": (f"{_CLI}.explaining", "Say whether a kernel may run a call, or why not."),
@@ -46,28 +44,16 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "report": (_TUNE, "Write what was measured as one HTML page."),
     },
     "Decide": {
-        "policy": (
-            f"{_CLI}.policies",
-            "Write and check policy files, and see which values hold and where they come from.",
-        ),
+        "policy": (f"{_CLI}.policies", "Write and check policy files; see which values hold and where they come from."),
         "solve": (_TUNE, "Decide the calls that matter now, and write the decisions to a dispatch table."),
         "plan": (_TUNE, "Plan a decoder layer of the model in CONFIG (config.json or a model folder)."),
-        "export-priorities": (
-            _TUNE,
-            "Say in another stack's settings what a dispatch table says; TABLE is the file of lz solve.",
-        ),
+        "export-priorities": (_TUNE, "Say in another stack's settings what TABLE says, a file of lz solve."),
     },
     "Operate": {
         "readiness": (f"{_CLI}.checks", "Check that everything the policy needs exists and works."),
         "warmup": (f"{_CLI}.warming", "Compile ahead of the requests what SOURCE will call."),
-        "quarantine": (
-            f"{_CLI}.quarantine",
-            "See which kernels are skipped because they took a process down, and lift that.",
-        ),
-        "completion": (
-            f"{_CLI}.completion",
-            "Print the script that completes verbs, options, ops, kernels and devices in a shell.",
-        ),
+        "quarantine": (f"{_CLI}.quarantine", "See which kernels took a process down and are skipped, and lift that."),
+        "completion": (f"{_CLI}.completion", "Print the script that completes verbs, options and names in a shell."),
     },
     "Extend": {
         "plugin": (_VERIFY, "Write, check and list backend packages."),
@@ -91,12 +77,12 @@ class Root(click.Group):
         if home.startswith("layerzero_cli."):
             importlib.import_module(home)  # declares it
             return super().get_command(ctx, cmd_name)
-        entry = _entries(ctx).get(cmd_name)
-        if entry is None and home:
+        value, _ = _entries(ctx).get(cmd_name, ("", ""))
+        if not value and home:
             from layerzero.errors import PackageMissingError
 
             raise PackageMissingError(f"lz {cmd_name} needs {home}", value=home, hint=f"pip install {home}")
-        return None if entry is None else _loaded(entry)
+        return _loaded(cmd_name, value) if value else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -128,8 +114,11 @@ class Root(click.Group):
         """What a verb does; of a package that is not ours, what its metadata says, so that it need not be imported."""
         if name in _OURS:
             return _OURS[name][1]
-        dist = _entries(ctx)[name].dist
-        return "" if dist is None else f"{dist.metadata['Summary'] or dist.name} ({dist.name})"
+        folder, said = _entries(ctx)[name][1], {}
+        with contextlib.suppress(OSError), open(f"{folder}/METADATA", encoding="utf-8", errors="replace") as file:
+            said = dict(line.strip().partition(": ")[::2] for line in itertools.takewhile(str.strip, file))
+        package = said.get("Name") or os.path.basename(folder).partition("-")[0]
+        return f"{said.get('Summary') or package} ({package})"
 
     def main(
         self,
@@ -160,17 +149,36 @@ class Root(click.Group):
         sys.exit(code if isinstance(code, int) else OK)
 
 
-def _entries(ctx: click.Context) -> dict[str, EntryPoint]:
-    """The verbs of installed packages beside the core, as their metadata names them; read once in a run."""
-    import importlib.metadata
+def entries(group: str) -> dict[str, tuple[str, str]]:
+    """Entry points by name: what each stands for, and the folder of its package's metadata.
 
-    if COMMANDS not in ctx.meta:
-        ctx.meta[COMMANDS] = {entry.name: entry for entry in importlib.metadata.entry_points(group=COMMANDS)}
-    found: dict[str, EntryPoint] = ctx.meta[COMMANDS]
+    `importlib.metadata` reads the same files, but its import takes longer than all the rest of `lz --help` but click.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for place in sys.path:
+        try:
+            names = sorted(name for name in os.listdir(place or ".") if name.endswith(".dist-info"))
+        except OSError:
+            continue
+        for folder in (os.path.join(place, name) for name in names):
+            try:
+                with open(f"{folder}/entry_points.txt", encoding="utf-8", errors="replace") as file:
+                    section = file.read().partition(f"[{group}]\n")[2].partition("\n[")[0]
+            except OSError:
+                continue
+            for name, equals, value in (line.partition("=") for line in section.splitlines()):
+                if equals and name[:1] not in "#;":
+                    found.setdefault(name.strip(), (value.strip(), folder))
     return found
 
 
-def _by_task(found: dict[str, EntryPoint]) -> dict[str, list[str]]:
+def _entries(ctx: click.Context) -> dict[str, tuple[str, str]]:
+    """The verbs of installed packages beside the core, as their metadata names them; read once in a run."""
+    found: dict[str, tuple[str, str]] = ctx.meta.get(COMMANDS) or ctx.meta.setdefault(COMMANDS, entries(COMMANDS))
+    return found
+
+
+def _by_task(found: Collection[str]) -> dict[str, list[str]]:
     """Installed verbs by task; those of packages that are not ours come last."""
     ours = {
         task: [name for name, (home, _) in verbs.items() if name in found or home.startswith("layerzero_cli.")]
@@ -179,16 +187,17 @@ def _by_task(found: dict[str, EntryPoint]) -> dict[str, list[str]]:
     return {task: names for task, names in {**ours, "Of other packages": sorted({*found} - {*_OURS})}.items() if names}
 
 
-def _loaded(entry: EntryPoint) -> click.Command:
+def _loaded(name: str, value: str) -> click.Command:
     """The command behind an entry point: the command itself, or a function that adds it to a group."""
-    found = entry.load()
+    module, _, attribute = value.partition(":")
+    found = operator.attrgetter(attribute)(importlib.import_module(module))
     if isinstance(found, click.Command):
         return found
     group = click.Group()
     found(group)
-    if entry.name not in group.commands:
-        raise click.ClickException(f"{entry.value} declares no command {entry.name!r}")
-    return group.commands[entry.name]
+    if name not in group.commands:
+        raise click.ClickException(f"{value} declares no command {name!r}")
+    return group.commands[name]
 
 
 def _usage(error: click.UsageError, *, as_json: bool) -> None:

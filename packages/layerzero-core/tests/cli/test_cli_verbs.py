@@ -23,7 +23,7 @@ from layerzero.policy.load import load_file
 from layerzero.settings import SETTINGS
 from layerzero_cli import output
 from layerzero_cli.output import Cell, Line, Table
-from layerzero_cli.root import VERBS, cli
+from layerzero_cli.root import COMMANDS, VERBS, cli, entries
 from tools import faulty_plugins as faults
 
 pytestmark = pytest.mark.usefixtures("clean")
@@ -118,6 +118,21 @@ def test_every_verb_says_in_whole_sentences_what_it_does(verb: str, listed: str)
     for item in [command, *inner]:
         first = (item.help or "").partition("\n\n")[0].strip()
         assert first[:1].isupper() and first.endswith("."), f"{verb} {item.name}: {first}"
+
+
+def test_entry_points_are_those_of_importlib_metadata(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata
+
+    with_commands(site, monkeypatch, "own", "import click\n\n@click.command()\ndef own(): pass\n")
+    broken = site / "verbs_of_nobody-1.0.dist-info"
+    broken.mkdir()
+    (broken / "entry_points.txt").write_text(
+        f"[{COMMANDS}]\n# nothing = yet\nnobody = nowhere:at.all\n\n[other]\nx = y:z\n"
+    )
+    for group in (COMMANDS, "layerzero.backends"):
+        wanted = {item.name: item.value for item in importlib.metadata.entry_points(group=group)}
+        assert {name: value for name, (value, _) in entries(group).items()} == wanted and len(wanted) >= 3
+    assert re.search(r"nobody +verbs_of_nobody \(verbs_of_nobody\)", run("--help").stdout), "without its metadata"
 
 
 _QUICK = [

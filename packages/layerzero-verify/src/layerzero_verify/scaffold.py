@@ -90,17 +90,23 @@ def _capabilities(module: str, ops: dict[str, dict[str, Any]], lang: str, priori
     return json.dumps(document, indent=2) + "\n"
 
 
+def _checked_name(name: str, typed: str, what: str) -> None:
+    """Refuse what cannot be a name in Python, or looks like no name of ours."""
+    if not _NAME.match(name) or keyword.iskeyword(name) or name.endswith("_"):
+        raise InvalidInputError(
+            f"{typed!r} cannot be the name of {what}", code="VALUE_INVALID", value=str(typed)[:60],
+            limit="lowercase letters, digits and underscores, beginning with a letter",
+            hint="use lowercase letters, digits and underscores, beginning with a letter, at most 40",
+        )  # fmt: skip
+
+
 def _checked_op(op: str, lang: str) -> bool:
     """Whether an op is new: InvalidInputError where no kernel can be written for one that is known."""
     from layerzero.dispatch.run import current_world
 
     known = current_world().registry.ops
     if op not in known:
-        if not _NAME.match(op) or keyword.iskeyword(op):
-            raise InvalidInputError(
-                f"{op!r} cannot be the name of an op", code="VALUE_INVALID", value=op[:60],
-                hint="use lowercase letters, digits and underscores, beginning with a letter, at most 40",
-            )  # fmt: skip
+        _checked_name(op, op, "an op")
         return True
     ready = sorted(_OPS) if lang == "python" else ["rms_norm"]
     if op not in ready:
@@ -122,12 +128,7 @@ def write_plugin(name: str, folder: str | Path = ".", *, op: str | None = None, 
     already is never touched: InvalidInputError.
     """
     module = str(name).replace("-", "_")
-    if not _NAME.match(module) or keyword.iskeyword(module) or module.endswith("_"):
-        raise InvalidInputError(
-            f"{name!r} cannot be the name of a backend", code="VALUE_INVALID", value=str(name)[:60],
-            limit="lowercase letters, digits and underscores, beginning with a letter",
-            hint="use lowercase letters, digits and underscores, beginning with a letter, at most 40",
-        )  # fmt: skip
+    _checked_name(module, name, "a backend")
     if module in _TAKEN:
         raise InvalidInputError(
             code="PLUGIN_DUPLICATE", value=module, limit="layerzero-core", hint="choose another name"

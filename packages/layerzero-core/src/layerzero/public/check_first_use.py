@@ -42,7 +42,6 @@ def _usable(kernel: KernelSpec, now: Situation) -> bool:
 
 
 def _backend(now: Situation, backend: str, kernels: Iterable[KernelSpec]) -> Iterator[Check]:
-    invalid = proof_registry.problems.get(backend)
     blocked = now.world.health.quarantined
     fallbacks = {spec.fallback_id for spec in now.world.ops.values()}
     unproven = []
@@ -54,7 +53,7 @@ def _backend(now: Situation, backend: str, kernels: Iterable[KernelSpec]) -> Ite
             yield Check(_GROUP, backend, Status.FAIL, message, ReasonCode.NUMERICS_MISMATCH, fix)
         elif not away and kernel.kernel_id not in fallbacks and standing(kernel, now) is None:
             unproven.append(kernel.kernel_id)
-    invalid = proof_registry.problems.get(backend) or invalid  # looking has read the file
+    invalid = proof_registry.problems.get(backend)  # looking has read the file
     if invalid is not None:
         yield Check.because(_GROUP, backend, Status.WARN, invalid)
     if not unproven:

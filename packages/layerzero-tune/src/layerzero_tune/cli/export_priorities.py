@@ -28,7 +28,7 @@ def add(group: click.Group) -> None:
     @click.option("--for", "stack", type=click.Choice(STACKS), required=True, help="The stack to write settings for.")
     @click.option("--database", type=path, help="Measured times; default: the policy's, else the user's own.")
     def export(table: Path, stack: str, database: Path | None) -> Answer:
-        """Say in another stack's settings what a dispatch table says; TABLE is the file of lz solve.
+        """Say in another stack's settings what TABLE says, a file of lz solve.
 
         \b
         lz export-priorities --for vllm
