@@ -206,7 +206,8 @@ def _decode(
         return _shared(paged_attention(*call, **words, backend=KERNEL), sinks)
     except (NoKernelFoundError, BackendNotAvailableError, CudaGraphUnsafeError):  # denied, or not for these tensors
         seen = torch.arange(batch.max_context_len, device=query.device) < batch.context_lens[:, None]
-        both = (pages[batch.block_tables.clamp(min=0)].flatten(1, 2).transpose(1, 2) for pages in (keys, values))
+        tables = batch.block_tables.clamp(0, keys.shape[0] - 1)  # beyond a length they hold anything
+        both = (pages[tables].flatten(1, 2).transpose(1, 2) for pages in (keys, values))
         found = attention(query[:, :, None], *both, seen[:, None, None], **words)
         return _shared(found, None if sinks is None else sinks[:, None])[:, :, 0]
 
@@ -241,4 +242,4 @@ def _planned(tables: Tensor, offsets: Tensor, page: int, trash: int) -> tuple[Te
         parts = torch.arange(page // PAGE, dtype=tables.dtype, device=tables.device)
         tables = (tables[:, :, None] * len(parts) + parts).flatten(1)
     known = tuple(lengths.tolist()) if lengths.is_cpu else (longest,) * rows
-    return slots, PagedBatch(tables, lengths, None, known, (1,) * rows)
+    return slots, PagedBatch(tables, lengths, None, known, (1,) * rows, capture=not lengths.is_cpu)
