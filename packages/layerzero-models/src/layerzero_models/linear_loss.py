@@ -156,16 +156,12 @@ def _describe(call: Call) -> Context:
     expect_shape(bias, "bias", (vocab,))
     check_counted(ignore_index, reduction)
     absent(smoothing or 0.0, z_loss or 0.0, softcap)
-    needs = {
-        "bias": bias is not None,
-        "label_smoothing": smoothing is not None,
-        "softcap": softcap is not None,
-        "z_loss": z_loss is not None,
-        "per_row": reduction == "none",
-    }
+    given = {"bias": bias, "label_smoothing": smoothing, "softcap": softcap, "z_loss": z_loss}
+    wanted = [name for name, item in given.items() if item is not None]
+    if reduction == "none":
+        wanted.append("per_row")
     dims = {"rows": labels.numel(), "hidden": hidden, "vocab": vocab}
     others = {"weight": weight, "bias": bias, "labels": labels}
-    wanted = [name for name, needed in needs.items() if needed]
     return simple_context(call, "linear_cross_entropy", x, others, dims, wanted, index_dtype=index, mixed=True)
 
 
