@@ -82,11 +82,6 @@ class PackedWeight:
         return self.source.requires_grad
 
     @property
-    def tracked(self) -> bool:
-        """Whether torch counts writes to the source."""
-        return self._counts is not None
-
-    @property
     def stale(self) -> bool:
         return bool(self.parts) and self._counts != write_counts(self.source.tensors())
 

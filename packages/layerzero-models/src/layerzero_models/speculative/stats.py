@@ -48,10 +48,6 @@ class SpeculativeStats:
         """Mean seconds of one verification: the target on the draft, and the judgement."""
         return (self.target_s + self.verify_s) / self.rounds if self.rounds else 0.0
 
-    @property
-    def total_s(self) -> float:
-        return self.prefill_s + self.draft_s + self.target_s + self.verify_s
-
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeReport:
