@@ -65,6 +65,7 @@ def test_every_planted_cheat_is_refused_by_name(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # some 110 kernels: ten minutes on two busy cores
 def test_no_kernel_of_ours_is_refused() -> None:
     found = find_cheats(device="cpu", compiles=False, seed=SEED)
     looked = [item for item in found if not item["skipped"]]

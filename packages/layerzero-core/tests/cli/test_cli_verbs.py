@@ -465,6 +465,8 @@ def test_plugin_list_names_state_reason_and_fix(site: Path, monkeypatch: pytest.
     assert found["bad_capabilities"]["reasons"][0]["code"] == "SCHEMA_FIELD_UNKNOWN"
     text = run("plugin", "list").stdout
     assert "platfroms" in text and "LAYERZERO_PLUGINS_DENY" in text
+    assert "did you mean platforms?" in " ".join(text.split()), "what its author needs"
+    assert "(did you mean platforms?)" in str(lz.doctor("bad_capabilities", probe=False).checks[0].fix)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the fakes run on the CPU, which is not the first device here")

@@ -314,4 +314,6 @@ def _failed(blank: PluginRecord, error: BaseException, code: str = "PLUGIN_REGIS
         fix = f"pip uninstall {blank.dist}, or set LAYERZERO_PLUGINS_DENY={blank.dist}"
     elif blank.dist:  # the distribution that declares the plugin; without one its name says nothing to pip
         fix = f"pip install --upgrade {blank.dist}, or {fix}"
+    if why.hint and why.code.value.startswith("SCHEMA_"):  # its author reads this, too
+        fix = f"correct its capabilities.json ({why.hint}), or {fix}"
     return replace(blank, state=PluginState.FAILED, reasons=(why,), fix=fix)
