@@ -103,19 +103,17 @@ def _in_range(name: str, version: str, wanted: str, fix: str) -> Check:
 
 
 def _device(spec: DeviceSpec) -> Check:
-    name = "cpu" if spec.platform is Platform.CPU else f"{spec.device_type}:{spec.index}"
-    parts = [spec.name or spec.device_type]
-    if spec.sm_version is not None:
-        parts.append(f"SM {spec.sm_version // 10}.{spec.sm_version % 10} {spec.gpu_generation.name.lower()}")
-    if spec.gfx:
-        parts.append(spec.gfx)
-    if spec.memory_bytes:
-        parts.append(f"{spec.memory_bytes / 2**30:.0f} GiB")
-    if spec.driver_version:
-        parts.append(f"driver {spec.driver_version}")
-    if spec.platform is Platform.CPU:
-        parts.append(" ".join(sorted(spec.cpu_features)) or "no vector features known")
-    return Check("platform", f"device {name}", Status.OK, ", ".join(parts))
+    cpu, sm = spec.platform is Platform.CPU, spec.sm_version
+    parts = [
+        spec.name or spec.device_type,
+        "" if sm is None else f"SM {sm // 10}.{sm % 10} {spec.gpu_generation.name.lower()}",
+        spec.gfx,
+        f"{spec.memory_bytes / 2**30:.0f} GiB" if spec.memory_bytes else "",
+        f"driver {spec.driver_version}" if spec.driver_version else "",
+        (" ".join(sorted(spec.cpu_features)) or "no vector features known") if cpu else "",
+    ]
+    name = "cpu" if cpu else f"{spec.device_type}:{spec.index}"
+    return Check("platform", f"device {name}", Status.OK, ", ".join(filter(None, parts)))
 
 
 # -- measurements that came with packages ---------------------------------------------------------------------------
