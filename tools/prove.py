@@ -62,13 +62,18 @@ def lanes(table: Path = TABLE) -> dict[str, Lane]:
 
 def header(name: str, command: Sequence[str]) -> str:
     """What the run was made from and on."""
+    cpu = platform.machine()
     try:
         torch = version("torch")
+        from layerzero.model.device import DeviceSpec  # which imports it
+
+        cpu = f"{DeviceSpec.detect('cpu').name}, {cpu}"
     except PackageNotFoundError:
         torch = "absent"
     return (
         f"# lane {name}\n# commit {current_commit()}\n# started {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n"
-        f"# machine {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch}\n"
+        f"# machine {cpu}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
+        f"Python {platform.python_version()}, torch {torch}\n"
         f"# command {shlex.join(command)}\n"
     )
 

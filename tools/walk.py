@@ -235,8 +235,10 @@ def walk(page: Path, folder: Path, ground: Ground, first: int | None = None) -> 
     for block in sorted([*program, *shell], key=lambda block: block.line):
         inside = "checkout" in block.marks
         for command, wanted in lines(block):
-            if command == "make wheels" and ground.dist.is_dir():
-                continue  # they were given, or made for the reader before
+            if command == "make wheels" and ground.dist.is_dir():  # they were given, or made for the reader before
+                if (ground.clone / ".venv").is_dir():
+                    continue
+                command = "make setup"  # what making them would have left in the clone
             if why := _why_not(block, command):
                 yield Step(block.name, command, 0.0, None, why)
                 continue

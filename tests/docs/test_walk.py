@@ -128,6 +128,15 @@ def test_blocks_for_a_checkout_run_in_the_clone_and_long_commands_name_what_runs
     assert ".ci/run" in steps[1].said
 
 
+def test_where_wheels_are_given_the_clone_is_set_up_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = "```sh checkout\nprintf 'setup:\\n\\tmkdir .venv\\n' > Makefile\n"
+    page += "make wheels\nls -d .venv\nmake wheels\n```\n"
+    steps = _walked(tmp_path, monkeypatch, page)
+    assert [(step.command, step.status) for step in steps[1:]] == [("make setup", 0), ("ls -d .venv", 0)]
+
+
 def test_a_promised_exit_code_is_held_and_a_check_may_read_what_was_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
