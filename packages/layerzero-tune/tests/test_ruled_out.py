@@ -110,7 +110,7 @@ def test_the_command_names_them_and_says_what_was_won(told, tmp_path):
              "--no-compile", "--device", "cpu"]  # fmt: skip
     text = CliRunner().invoke(root.cli, given).output
     words = " ".join(text.split())
-    assert f"{FAR} was not raced for" in words and "4.0 × torch is expected" in words and "Abacus" in words
+    assert f"{FAR} was not raced for" in words and "4.0 × torch's time is expected" in words and "Abacus" in words
     assert "1 call: 2× torch, 0 choices changed" in words or "1 call: 1.9× torch, 0 choices changed" in words
     told_ = json.loads(CliRunner().invoke(root.cli, [*given, "--json", "--thorough"]).output)
     assert FAR in told_["calls"][0]["kernels"] and told_["calls"][0]["ruled_out"] == {}

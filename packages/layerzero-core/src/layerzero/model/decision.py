@@ -57,7 +57,7 @@ class Candidate(Plain):
         """Its time in words: measured here, or expected by what others measured; empty where nobody did."""
         if self.measured_us is not None:
             return f"{self.measured_us:.1f} µs measured"
-        return "" if self.expected is None else f"{self.expected.ratio:.2f} × torch expected"
+        return "" if self.expected is None else f"{self.expected.ratio:.2f} × torch's time expected"
 
     @property
     def outdone(self) -> str:

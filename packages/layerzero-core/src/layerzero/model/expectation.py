@@ -43,4 +43,6 @@ class Expectation(Plain):
     def __str__(self) -> str:
         sizes = " ".join(f"{name}={size}" for name, size in self.nearest)
         where = f"{self.machine}, commit {self.commit}, torch {self.torch}"
-        return f"{self.source}: {self.ratio:.2f} x torch; nearest {sizes}, {self.octaves:.1f} octaves away; {where}"
+        return (
+            f"{self.source}: {self.ratio:.2f} x torch's time; nearest {sizes}, {self.octaves:.1f} octaves away; {where}"
+        )

@@ -105,5 +105,5 @@ def render(report: SelectionReport) -> str:
 
 def _time(item: Candidate) -> str:
     if item.measured_us is None:
-        return "" if item.expected is None else f", expected {item.expected.ratio:.2f} x torch"
+        return "" if item.expected is None else f", expected {item.expected.ratio:.2f} x torch's time"
     return f", measured {item.measured_us:.1f} us"

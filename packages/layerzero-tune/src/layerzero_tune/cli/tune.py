@@ -200,8 +200,8 @@ def _ruled_out(timed: Sequence[Outcome]) -> list[str]:
         low, high = min(found)[0], max(found)[0]
         ratio = f"{low:.1f}" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f} to {high:.1f}"
         which = _some([call for _, call, _ in found])
-        sources = ", ".join(sorted({source for *_, source in found}))
-        lines.append(f"{name} was not raced for {which}: {ratio} × torch is expected ({sources}); --thorough races it")
+        told = f"{ratio} × torch's time is expected ({', '.join(sorted({source for *_, source in found}))})"
+        lines.append(f"{name} was not raced for {which}: {told}; --thorough races it")
     return lines
 
 
@@ -242,10 +242,8 @@ def _shared(timed: Sequence[Outcome]) -> Iterator[str]:
 def _threads(timed: Sequence[Outcome]) -> list[str]:
     """That calls were recorded with another number of threads than they were timed with."""
     both = {(item.recorded.threads, row.platform.threads) for item in timed if item.trial for row in item.trial.rows}
-    told = (
-        "the calls were recorded with {0} threads and timed with {1}, which counts with {1} only: OMP_NUM_THREADS={0}"
-    )
-    return [told.format(there, here) for there, here in sorted(both) if there and here and there != here]
+    told = "the calls were recorded with {0} and timed with {1}, which counts with {1} only: OMP_NUM_THREADS={2}"
+    return [told.format(_count(a, "thread"), b, a) for a, b in sorted(both) if a and b and a != b]
 
 
 def _row(name: str, trial: Any) -> tuple[str | Cell, ...]:
