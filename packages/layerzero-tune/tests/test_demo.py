@@ -334,6 +334,9 @@ def test_the_page_says_who_decided_a_score_a_preference_or_a_lock(tour: Tour, pa
         assert won in text and f"fits, but {lost}" in text
         assert "scored lower" not in text and "best score" not in text
         assert all(lost in why for _, why in stop.why_not() if why.startswith("fits"))
+        quick = dataclasses.replace(stop, others_us={"torch.rms_norm.native": stop.lz_us / 3})
+        (told,) = notes(quick)
+        assert "torch.rms_norm.native was faster" in told and "The policy decided" in told
 
 
 def test_after_a_failover_the_page_says_which_kernel_failed(tour: Tour) -> None:

@@ -54,6 +54,8 @@ def clear(kernels: tuple[str, ...], everything: bool) -> Answer:
 
     Exit code 1 when one of them was not in it.
     """
+    from layerzero.errors import did_you_mean
+
     if bool(kernels) == everything:
         raise click.UsageError("name the kernels, or say --all")
     quarantine, entries = _opened()
@@ -61,7 +63,9 @@ def clear(kernels: tuple[str, ...], everything: bool) -> Answer:
     lifted = {name: quarantine.remove(name) for name in names}
     absent = [name for name, count in lifted.items() if not count]
     blocks: list[Block] = [Line(f"{name}: lifted", STYLES["ok"]) for name, count in lifted.items() if count]
-    blocks += [Line(f"{name}: was not in quarantine", STYLES["warn"]) for name in absent]
+    held = [entry.kernel_id for entry in entries]
+    fixes = {name: did_you_mean(name, held, "lz quarantine list shows what is") for name in absent}
+    blocks += [Line(f"{name}: was not in quarantine; {fix}", STYLES["warn"]) for name, fix in fixes.items()]
     blocks = blocks or [Line("nothing was in quarantine", STYLES["ok"])]
     data = {"path": str(quarantine.path), "lifted": lifted, "absent": absent}
     return Answer(data, blocks, PROBLEM if absent else OK)

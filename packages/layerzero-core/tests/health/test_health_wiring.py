@@ -512,6 +512,9 @@ def test_a_quarantined_kernel_is_skipped_shown_and_lifted(kept: Quarantine) -> N
     assert code == 1 and data["absent"] == ["no.such.kernel"] and data["lifted"]["torch.rms_norm.native"] == 1
     lz.reset()
     assert lz.which("rms_norm", X, W) == "torch.rms_norm.native"
+    told = CliRunner().invoke(cli, ["quarantine", "clear", "torch.rope.half", "x"]).output
+    assert "torch.rope.half: was not in quarantine; did you mean torch.rope.halves?" in told
+    assert "x: was not in quarantine; lz quarantine list shows what is" in told
     assert lz_cli("quarantine", "clear", "--all")[0] == 0 and not kept.entries()
     assert lz_cli("quarantine", "clear")[0] == 2
 

@@ -60,17 +60,18 @@ def notes(stop: Stop) -> list[str]:
     found = []
     if stop.ran not in (None, stop.chosen):
         found.append(f"{stop.chosen} was chosen and failed; {stop.ran} ran instead.")
-    if stop.kernel.startswith("reference."):
+    fitting = [item for item in stop.candidates if item.accepted]
+    if stop.kernel.startswith("reference.") and len(fitting) == 1:
         found.append(
             "Only the plain reference serves this op here. It is right everywhere and tuned nowhere; "
             "lz doctor says which backend package would bring a faster kernel."
         )
     faster = [name for name, us in stop.others_us.items() if us * _CLEARLY < stop.lz_us]
     if faster:
-        found.append(
-            f"{', '.join(faster)} was faster in this measurement. Without stored measurements the order follows what "
-            f'the backends declare; lz.lock("{stop.station.op}", "{faster[0]}") would choose it.'
-        )
+        by_policy = any("another" in item.outdone for item in fitting)
+        decided = "The policy decided" if by_policy else "Shipped measurements and declared priorities decided"
+        lock = f'lz.lock("{stop.station.op}", "{faster[0]}") would choose it'
+        found.append(f"{', '.join(faster)} was faster in this measurement. {decided}; {lock}.")
     elif stop.plan_us is not None and verdict(stop.lz_us, stop.plan_us).endswith("slower"):
         found.append(
             f"{duration(stop.lz_us - stop.plan_us)} of this is the lookup. Where that matters, "
