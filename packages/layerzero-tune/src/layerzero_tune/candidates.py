@@ -34,8 +34,7 @@ from layerzero_tune.timing.allocations import Places, room
 from layerzero_tune.timing.baselines import TORCH_DEFAULT
 from layerzero_tune.timing.bucket_edges import confirmed, far_apart, other_end, tied, weighed, within
 from layerzero_tune.timing.clock import Clock, clock_for, cpu_clock, cuda_clock, graphed
-from layerzero_tune.timing.launches import LOOKS as LAUNCH_LOOKS
-from layerzero_tune.timing.launches import SAME, with_launches
+from layerzero_tune.timing.launches import LAUNCH_LOOKS, SAME, with_launches
 from layerzero_tune.timing.race import LOOKS, Times, over_time, race
 from layerzero_tune.timing.screening import pass_screening, screened
 from layerzero_tune.timing.torch_default import Make, maker, result_of

@@ -21,7 +21,6 @@ from typing import Any
 
 from layerzero.errors import LayerZeroError
 from layerzero.measurements.believed import NOISE
-from layerzero.model.context import Context
 from layerzero.perfdb.bucket import bucket_of
 from layerzero.perfdb.measurement import Measurement
 from layerzero.perfdb.store import PerfDB
@@ -33,7 +32,7 @@ from layerzero_tune.timing.race import free_device_memory
 from layerzero_tune.trial import Trial, trial
 
 COMPILE_S = 90.0  # that kernels may compile, where nothing is said: a tuning run takes two minutes at most
-_SECONDS, _SECONDS_ON_A_GPU = 2.0, {True: 0.3, False: 0.1}  # thorough or not
+_SECONDS, _SECONDS_ON_A_GPU, _SAMPLES = 2.0, {True: 0.3, False: 0.1}, {True: 12, False: 6}  # thorough or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +258,7 @@ def _one(
     try:
         found = trial(
             recorded.context, seed=seed, strides=recorded.strides, seconds=seconds, noise=noise, jit=jit,
+            least=_SAMPLES[thorough or recorded.context.device.device_type == "cpu"],
             thorough=thorough, late=late, compile_until=compile_until,
         )  # fmt: skip
     except LayerZeroError as error:
@@ -275,7 +275,9 @@ def distinct(calls: Iterable[tuple[str, Recorded]]) -> list[tuple[str, Recorded]
     found: dict[str, tuple[str, Recorded]] = {}
     counts: dict[str, int] = {}
     for name, recorded in calls:
-        key = f"{recorded.context.op} {recorded.context.device.device_type} {_bucket(recorded.context)}"
+        ctx = recorded.context
+        spec = state.world.ops.get(ctx.op)
+        key = f"{ctx.op} {ctx.device.device_type} {bucket_of(ctx, () if spec is None else spec.growing)}"
         counts[key] = counts.get(key, 0) + recorded.count
         before = found.get(key)
         if before is None or recorded.count > before[1].count:
@@ -287,11 +289,6 @@ def distinct(calls: Iterable[tuple[str, Recorded]]) -> list[tuple[str, Recorded]
         names[name] = names.get(name, 0) + 1
         unique.append((name if names[name] == 1 else f"{name} ({names[name]})", found[key][1]))
     return unique
-
-
-def _bucket(ctx: Context) -> str:
-    spec = state.world.ops.get(ctx.op)
-    return bucket_of(ctx, () if spec is None else spec.growing)
 
 
 class _Journal:

@@ -29,7 +29,7 @@ from layerzero_tune.timing.steady import quick_core, quick_pace
 _LONG_US = 200.0  # a kernel of this length hides any launch
 _QUEUED = 10  # calls in a row: the queue of a device takes many more
 _TURNS = 15  # of a look, in turns with the others; the middle one counts, since the host is interrupted now and then
-LOOKS = 4  # at those that are close
+LAUNCH_LOOKS = 4  # at those that are close
 SAME = 0.06  # by so much two launches differ from one process to the next, without a reason in either
 _CLOSE = 0.15  # so near the quickest launch, a kernel is timed once more beside those that are as near
 _SOONER = 0.02  # of such launches the one counts whose kernel is done sooner, by more than this
@@ -61,7 +61,7 @@ def with_launches(
     pacer: Pacer | None = None,
     *,
     same: float = 0.0,
-    looks: int = LOOKS,
+    looks: int = LAUNCH_LOOKS,
     each_turn: Callable[[], None] | None = None,
 ) -> dict[str, Times]:
     """The times; of a kernel that is shorter than its launch, that of the launch.
@@ -73,7 +73,8 @@ def with_launches(
     """
     short = {name: calls[name] for name, found in times.items() if found.median_us < _LONG_US}
     launches = _launches(short, clock, pacer or host_pace, each_turn)
-    close = _close(launches)
+    quickest = min((found.median_us for found in launches.values()), default=0.0)
+    close = [name for name, found in launches.items() if found.median_us <= quickest * (1.0 + _CLOSE)]
     if len(close) > 1 and looks:
         launches |= _launches({name: calls[name] for name in close}, clock, pacer or host_pace, each_turn, looks)
     told = {name: _charged(found, launches[name]) if name in launches else found for name, found in times.items()}
@@ -98,12 +99,6 @@ def with_launch(us: float, call: Callable[[], Any], clock: Clock | None = None, 
         return us
     found = _launches({"": call}, launch_clock if clock is None else clock, pacer or host_pace, looks=2)[""]
     return max(us, found.median_us)
-
-
-def _close(launches: Mapping[str, Times]) -> list[str]:
-    """Whose launch is near the quickest one."""
-    best = min((found.median_us for found in launches.values()), default=0.0)
-    return [name for name, found in launches.items() if found.median_us <= best * (1.0 + _CLOSE)]
 
 
 def _launches(
