@@ -23,13 +23,14 @@ from layerzero.selection.world import Measurements, World
 # Left out one by one, 98 of 100 times of the H200's calls were at least a third of what the others said of them, and
 # no kernel that is behind by this much was the fastest (tests/test_ruled_out.py).
 _MARGIN = 3.0
+_NEAR = 4.0  # octaves: a measured call further away says no more than the roofline
 
 
 def margin(expected: Expectation) -> float:
     """How many times faster than expected a kernel may be: more where the measuring machine was busy, and where no
     measured call is near, or none was taken on such a device."""
     own = _MARGIN * (1.0 + expected.noise) ** 2
-    return own if expected.source == SHIPPED else own * own
+    return own if expected.source == SHIPPED and expected.octaves <= _NEAR else own * own
 
 
 def slower(told: Mapping[str, Expectation], ratio: float) -> dict[str, Expectation]:
