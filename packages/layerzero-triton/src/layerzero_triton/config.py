@@ -140,7 +140,7 @@ class LinearConfig:
 def linear_config(m: int, n: int, k: int, block_size: int | None, sms: int) -> LinearConfig:
     """Few rows read the weight once, cut among all multiprocessors; many rows use square tiles."""
     block_m = 16 if m <= 16 else 32 if m <= 32 else 64 if m <= 64 else 128
-    block_n = 64 if m <= 64 else 128
+    block_n = 64 if m <= 64 and n < 16384 else 128
     block_k = 128 if m <= 64 else 64
     if block_size is not None:  # a step of the inner axis must not cross a block
         while block_size % block_k:
@@ -177,8 +177,10 @@ def experts_config(slots: int, experts: int) -> ExpertsConfig:
     rows = slots / experts
     if rows <= 12:
         return ExpertsConfig(16, (128, 128, 4, 3), (64, 128, 4, 4))
-    if rows <= 32:
+    if rows <= 24:
         return ExpertsConfig(32, (128, 128, 4, 3), (128, 128, 4, 3))
+    if rows <= 40:
+        return ExpertsConfig(64, (128, 64, 4, 4), (128, 64, 4, 4))
     if rows <= 96:
         return ExpertsConfig(64, (256, 64, 8, 4), (256, 64, 8, 4))
     return ExpertsConfig(128, (256, 64, 8, 4), (256, 64, 8, 4))

@@ -33,22 +33,11 @@ _CHUNK = 256
 
 
 def moe(
-    x: Tensor,
-    gate_up: Any,
-    down: Any,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str,
-    expert_offset: int,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    alpha: float,
-    limit: float | None,
-    interleaved: bool,
-    config: ExpertsConfig | None = None,
+    x: Tensor, gate_up: Any, down: Any, shares: Tensor, ids: Tensor, *options: Any, config: ExpertsConfig | None = None
 ) -> Tensor:
     """Canonical arguments of `moe`, weights plain, in INT8, FP8 or MXFP4; `config` is for measuring."""
-    (tokens, hidden), top_k = x.shape, topk_ids.shape[1]
+    activation, expert_offset, gate_up_bias, down_bias, alpha, limit, interleaved = options
+    (tokens, hidden), top_k = x.shape, ids.shape[1]
     experts, inner = down.shape[0], down.shape[2]
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     if not tokens or not hidden:
@@ -56,7 +45,7 @@ def moe(
     slots = tokens * top_k
     chosen = config or experts_config(slots, experts)
     x = x if x.stride(1) == 1 else x.contiguous()
-    ids, shares = topk_ids.contiguous(), topk_weights.contiguous()
+    ids, shares = ids.contiguous(), shares.contiguous()
     order, ends, tiles = _ordered(ids, slots, experts, expert_offset, chosen.block_m)
     most = min(slots, -(-slots // chosen.block_m) + experts)  # tiles there can be
 
@@ -97,16 +86,10 @@ def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
 
 
 def fixed_mlp(
-    x: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    gate_weight: Tensor | None,
-    activation: str,
-    up_bias: Tensor | None,
-    gate_bias: Tensor | None,
-    down_bias: Tensor | None,
+    x: Tensor, up_weight: Tensor, down_weight: Tensor, gate_weight: Tensor | None, activation: str, *biases: Any
 ) -> Tensor:
     """Canonical arguments of `mlp`: its products by `fixed_linear`."""
+    up_bias, gate_bias, down_bias = biases
     if gate_weight is not None:
         inner = fixed_linear(x, gate_weight, gate_bias, activation) * fixed_linear(x, up_weight, up_bias, None)
     elif up_weight.shape[0] == down_weight.shape[1]:

@@ -73,6 +73,8 @@ def _gated(x: Tensor, weight: Tensor, kind: str) -> Tensor:
 
 def _of_one(n: int, k: int, step: int, biased: bool, kind: str, gated: bool, four: str, per: int) -> Plan:
     block_n, block_k, warps, stages = few_rows_config(1, k, gated)
+    if four != "none":  # measured on an H200: 65 µs for 28672 x 8192 in INT4, 8.8 for 4096 x 4096
+        block_n, block_k = (16, 512) if n % 16 == 0 and n >= 16384 and per <= 512 else (8, 1024)
     unit, even = unit_of(k, step), n % block_n == 0 and k % block_k == 0
     constants = (block_n, block_k, even, unit, biased, gated, kind, four, per, assembling())
     return Plan((-(-n // block_n), 1, 1), (n, k // unit, step // unit), constants, warps, stages)

@@ -56,14 +56,8 @@ def paged_attention(
     lse = torch.empty((count, heads), dtype=torch.float32, device=query.device) if return_lse else None
     if count and heads:
         kv_heads = key_cache.shape[2 if layout == "NHD" else 1]
-        chosen = config or _config(
-            count,
-            kv_heads,
-            heads // kv_heads,
-            batch.max_context_len,
-            dim * query.element_size(),
-            sm_count(query.device),
-        )
+        sizes = (count, kv_heads, heads // kv_heads, batch.max_context_len, dim * query.element_size())
+        chosen = config or _config(*sizes, sm_count(query.device))
         tables, lengths = batch.block_tables, batch.context_lens.contiguous()
         tables = tables if tables.stride(1) == 1 else tables.contiguous()
         slopes = None if alibi_slopes is None else alibi_slopes.contiguous()

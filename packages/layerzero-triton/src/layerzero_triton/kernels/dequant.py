@@ -54,7 +54,13 @@ prmt.b32 b, $4, 0, 0x4342;
 for _part in (("a", 12, 6, 0), ("b", 12, 6, 1), ("a", 8, 2, 2), ("b", 8, 2, 3)):
     _E2M1_ASM += _E2M1_PART.format(*_part)
 _E2M1_ASM += "}"
-INT4_ASM, E2M1_ASM = tl.constexpr(_INT4_ASM), tl.constexpr(_E2M1_ASM)
+# A code to float32: moved to bits 16 to 19 and its sign turned, it makes the number 128 + (code ^ 8).
+_WIDE_ASM = "{"
+for _place, _shift in enumerate(("shl.b32 {}, 16", "shl.b32 {}, 8", "mov.b32 {}", "shr.u32 {}, 8",
+                                 "shl.b32 {}, 12", "shl.b32 {}, 4", "shr.u32 {}, 4", "shr.u32 {}, 12")):  # fmt: skip
+    _WIDE_ASM += f"{_shift.format(f'${_place}, $8')}; lop3.b32 ${_place}, ${_place}, 0x000F0000, 0x43080000, 0x6A;"
+_WIDE_ASM += "}"
+INT4_ASM, E2M1_ASM, WIDE_ASM = tl.constexpr(_INT4_ASM), tl.constexpr(_E2M1_ASM), tl.constexpr(_WIDE_ASM)
 
 
 @triton.jit
@@ -240,7 +246,14 @@ def encode(
     peak = tl.max(tl.abs(value), 0)
     scale = tl.where(peak == 0.0, 1.0, tl.maximum(tl.div_rn(peak, 448.0), 1.1754943508222875e-38))
     scale = tl.where(tl.max((value != value).to(tl.int32), 0) > 0, float("nan"), scale)
-    near = tl.clamp(tl.div_rn(value, scale), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    if (scale > 5.4e-20) & (scale < 1.8e19):  # towards the quotient in two steps, after which it is the division's
+        inverse = tl.div_rn(1.0, scale)
+        near = value * inverse
+        near = tl.fma(tl.fma(near, -scale, value), inverse, near)
+        near = tl.fma(tl.fma(near, -scale, value), inverse, near)
+    else:
+        near = tl.div_rn(value, scale)
+    near = tl.clamp(near, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     tl.store(codes + row * width + lane, near.to(codes.dtype.element_ty), mask=lane < width)
     block = tl.arange(0, BLOCKS)
     tl.store(scales + row + block * rows, tl.zeros([BLOCKS], dtype=tl.float32) + scale, mask=block < blocks)

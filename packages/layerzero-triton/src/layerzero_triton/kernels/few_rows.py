@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from layerzero_triton.kernels.activation import _gate
-from layerzero_triton.kernels.dequant import halves, power_of_two
+from layerzero_triton.kernels.dequant import WIDE_ASM, halves, power_of_two
 
 
 @triton.jit(do_not_specialize=["n", "k", "w_step"])
@@ -28,7 +28,8 @@ def single(
     inside = row < n
     start = weight + row[:, None] * w_step
     other = start + n * w_step
-    acc = tl.zeros([BLOCK_N, BLOCK_K if FOUR == "none" else BLOCK_K // 2], dtype=tl.float32)
+    total = tl.zeros([BLOCK_N], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     gated = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     for begin in range(0, k, BLOCK_K):
         column = begin + tl.arange(0, BLOCK_K)
@@ -39,10 +40,17 @@ def single(
             factor = tl.load(scale + row[:, None] * (k // PER) + block[None, :])
             if FOUR == "e2m1":
                 factor = power_of_two(factor, tl.float32)
-            factor = tl.broadcast_to(factor[:, :, None], [BLOCK_N, BLOCK_K // PER, PER // 2])
-            low, high = halves(held, tl.bfloat16, FOUR, ASM)
-            part = low.to(tl.float32) * even[None, :] + high.to(tl.float32) * odd[None, :]
-            acc += part * tl.reshape(factor, [BLOCK_N, BLOCK_K // 2])
+            if ASM and FOUR == "int4":  # each number is 136 too large
+                low, high = tl.inline_asm_elementwise(
+                    WIDE_ASM, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [held], (tl.int32, tl.int32), is_pure=True, pack=4
+                )
+                part = high.to(tl.float32, bitcast=True) * odd[None, :] - (136.0 * (even + odd))[None, :]
+                part += low.to(tl.float32, bitcast=True) * even[None, :]
+            else:
+                low, high = halves(held, tl.bfloat16, FOUR, ASM)
+                part = low.to(tl.float32) * even[None, :] + high.to(tl.float32) * odd[None, :]
+            sums = tl.sum(tl.reshape(part, [BLOCK_N, BLOCK_K // PER, PER // 2]), axis=2)
+            total += tl.sum(sums * factor, axis=1)
         elif EVEN:
             values = tl.load(start + column[None, :])
             if GATED:
@@ -58,7 +66,8 @@ def single(
             acc += values.to(tl.float32) * given[None, :]
         if GATED:
             gated += ups.to(tl.float32) * given[None, :]
-    total = tl.sum(acc, axis=1)
+    if FOUR == "none":
+        total = tl.sum(acc, axis=1)
     if BIAS:
         total += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
     if KIND != "none":
