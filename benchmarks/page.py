@@ -20,6 +20,7 @@ from page_cpu import cpu_section
 from page_gpu import (
     adapters_section,
     diffusion_section,
+    experts_section,
     kits_section,
     linear_attention_section,
     ops_section,
@@ -279,6 +280,7 @@ SECTIONS: dict[str, Callable[[str, dict[str, Any]], str]] = {
     "diffusion.json": diffusion_section,
     "invariance.json": invariance_section,
     "linear_attention.json": linear_attention_section,
+    "experts.json": experts_section,
     "vllm*.json": vllm_section,
     "adapters.json": adapters_section,
     "ops_host_*.json": ops_section,

@@ -1,5 +1,5 @@
 """Sections of the page about a GPU: its tests, the conformance kits, what adapters add, diffusion models,
-linear attention."""
+linear attention, experts and quantized products."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 __all__ = [
     "adapters_section",
     "diffusion_section",
+    "experts_section",
     "kits_section",
     "linear_attention_section",
     "ops_section",
@@ -147,3 +148,38 @@ def linear_attention_section(name: str, data: dict[str, Any]) -> str:
     ]
     head = "call | kernel | µs: | × transformers: | × transformers alone: | × library"
     return _section(f"{name}: linear attention", about, head, rows)
+
+
+def experts_section(name: str, data: dict[str, Any]) -> str:
+    """Experts, quantized products, latent attention and sinks beside what they are held against."""
+    means = ", ".join(f"{model} {value:.2f}" for model, value in data["geomean"].items())
+    about = (
+        f"{_where(data)} How many times faster than bfloat16: `F.linear`; of plain experts `torch.moe.grouped` on a "
+        "GPU, the loop of eager mode on a CPU; of quantized ones our own bfloat16, on a CPU for one token that loop. "
+        "Latent attention: a share of what reading the cache (16 heads) or multiplying (128 heads) takes at best; "
+        f"decode with sinks beside the same without. Geometric means over the tokens: {means or 'none'}."
+    )
+    rows = [
+        (
+            _experts_call(row),
+            f"`{row['kernel']}`",
+            f"{row['chosen_us']:,.1f}",
+            f"{row['times']:.2f}" if "times" in row else "",
+            f"{row['goal']:g}" if row.get("goal") else "",
+            "yes" if row.get("chosen_right") else f"no: {row.get('chosen_seen', '')}",
+        )
+        for row in data["cases"]
+    ]
+    head = "call | kernel | µs: | times: | goal: | within the tolerance"
+    return _section(f"{name}: experts, quantized products, latent attention", about, head, rows)
+
+
+def _experts_call(row: dict[str, Any]) -> str:
+    if row["op"] == "moe":
+        return f"{row['model']} {row.get('format', 'bfloat16')}, {row['tokens']:,} tokens"
+    if row["op"] == "linear":
+        scales = "blocks" if row["granularity"] == "block" else "channels"
+        rows = "rows encoded" if row["act"] else "rows plain"
+        return f"linear {row['m']}x{row['n']}x{row['k']} {row['format']}, {scales}, {rows}"
+    what = f"latent, {row['heads']} heads" if "heads" in row else "with sinks"
+    return f"paged decode {what}, B{row['batch']} Sk{row['length']}"

@@ -212,6 +212,17 @@ def _linear_attention(data: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
             yield f"{name} transformers alone", item.get("transformers_bare_times", item["times"]), 10.0, True
 
 
+def _experts(data: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Each call beside its goal; on a GPU plain experts twice as fast as torch's grouped products in the mean."""
+    for item in data["cases"]:
+        keys = ("model", "format", "granularity", "tokens", "m", "n", "k", "heads", "batch", "length")
+        name = " ".join(str(item[key]) for key in keys if item.get(key) is not None)
+        if item.get("goal"):
+            yield f"{item['op']} {name}", item.get("times", 0.0), item["goal"], True
+    for model, value in data["geomean"].items() if data["machine"].get("gpu") else ():
+        yield f"{model}: × torch.moe.grouped", value, 2.0, True
+
+
 def _accel(data: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
     for key, limit in data["limits"]["keyed_us_scaled"].items():
         yield key, data["scaled"][key] / 1e3, limit
@@ -284,7 +295,7 @@ _OF = {
     "telemetry": _telemetry, "ranks": _ranks, "soak": _soak, "faults": _faults, "cli_start": _cli_start,
     "compile_latency": _compile_latency, "compiled": _compiled, "adapters": _adapters, "isolation": _isolation,
     "accel": _accel, "tokenization": _tokenizers, "cpu": _cpu, "models": _models,
-    "linear_attention": _linear_attention, "models_generate": _models_generate,
+    "linear_attention": _linear_attention, "experts": _experts, "models_generate": _models_generate,
     "models_batching": _models_batching, "training": _training, "grouped": _grouped,
 }  # fmt: skip
 # Kept files that have no limits: counts that must be zero and pass or fail by themselves, or figures nobody promised.
