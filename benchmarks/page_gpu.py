@@ -134,7 +134,7 @@ def linear_attention_section(name: str, data: dict[str, Any]) -> str:
     about = (
         f"{_where(data)} Calls of the sizes of released models, in turns: how many times faster than transformers with "
         f"what is installed beside it ({packages or 'nothing'}), than transformers alone, and than a library called "
-        "directly."
+        "directly." + (f" {data['note']}." if "note" in data else "")
     )
     rows = [
         (
