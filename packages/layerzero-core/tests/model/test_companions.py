@@ -38,6 +38,10 @@ def installed(monkeypatch):
     monkeypatch.setattr(
         importlib.metadata, "entry_points", lambda group: [item for item in entries if item.group == group]
     )
+    monkeypatch.setattr(
+        "layerzero_cli.root.entries",
+        lambda group: {item.name: (item.value, "beside-1.0.dist-info") for item in entries if item.group == group},
+    )
     yield
     vars(lz).pop("shout", None)
 
@@ -68,7 +72,7 @@ def test_a_name_that_nobody_brings_is_an_attribute_error():
 
 
 def test_a_verb_whose_package_is_missing_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    monkeypatch.setattr("layerzero_cli.root.entries", lambda group: {})
     answer = CliRunner().invoke(cli, ["tune"])
     assert answer.exit_code == 1 and "lz tune needs layerzero-tune" in answer.output
     assert "pip install layerzero-tune" in answer.output
