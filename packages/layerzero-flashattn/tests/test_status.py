@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from layerzero.device.probe import clear_probe_cache, probe_device
+from layerzero.device.probe import _cache, probe_device
 from layerzero.plugin.discovery import dist_version
 from layerzero.plugin.probing import probe
 from layerzero_flashattn.plugin import layerzero_capabilities, layerzero_health
@@ -140,13 +140,13 @@ def test_flash_attention_4_is_a_package_of_its_own_beside_flash_attention_2(tmp_
         importlib.invalidate_caches()
         found = {status.backend: status for status in layerzero_capabilities(DEVICE)}
         assert found["flashattn4"].available and codes(found["flashattn4"]) == []
-        clear_probe_cache()
+        _cache.clear()
         here = probe_device().to_json()
         assert here["backend_versions"]["flash-attn-4"] == FA4["flash-attn-4"]
         assert here["cuda_version"] == (torch.version.cuda if torch.cuda.is_available() else None)
     finally:
         dist_version.cache_clear()
-        clear_probe_cache()
+        _cache.clear()
         for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
             del sys.modules[name]
 

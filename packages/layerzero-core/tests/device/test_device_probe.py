@@ -10,7 +10,7 @@ import pytest
 
 from layerzero.device import cuda, probe
 from layerzero.device.memory import available_host_bytes, free_bytes
-from layerzero.device.probe import clear_probe_cache, probe_device, probe_devices
+from layerzero.device.probe import _cache, probe_device, probe_devices
 from layerzero.errors import InvalidInputError
 from layerzero.model.device import DEFAULT_GENERATIONS, DeviceSpec
 from layerzero.model.enums import GPUGeneration, InstructionFamily, Platform
@@ -153,11 +153,11 @@ def test_a_snapshot_names_the_backends_that_pip_has_installed(tmp_path: Any, mon
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    clear_probe_cache()
+    _cache.clear()
     try:
         spec = DeviceSpec.detect("cpu")
     finally:
-        clear_probe_cache()
+        _cache.clear()
     found = dict(spec.backend_versions)
     assert (found["triton"], found["flash-attn"]) == ("91.2.3", "92.8")
     assert spec.torch_version == str(torch.__version__) and dict(spec.to_json()["backend_versions"]) == found
@@ -257,10 +257,10 @@ def test_detection_is_kept_until_it_is_cleared(monkeypatch: pytest.MonkeyPatch) 
     calls: list[str] = []
     describe = probe._describe
     monkeypatch.setattr(probe, "_describe", lambda *args: calls.append(args[1]) or describe(*args))
-    clear_probe_cache()
+    _cache.clear()
     assert probe_device("cpu") is probe_device("cpu")
     assert calls == ["cpu"]
-    clear_probe_cache()
+    _cache.clear()
     probe_device("cpu")
     assert calls == ["cpu", "cpu"]
 

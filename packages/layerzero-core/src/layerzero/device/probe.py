@@ -39,7 +39,7 @@ def probe_device(
 ) -> DeviceSpec:
     """Describe a device: a torch device, "cuda:1", an index, or None for the first accelerator, else the CPU.
 
-    The result for the real torch and the default generations is kept; `clear_probe_cache` forgets it.
+    The result for the real torch and the default generations is kept in this process.
     Raises InvalidInputError (DEVICE_NOT_PRESENT) for a device that is not here.
     """
     kept = torch is None and generations is DEFAULT_GENERATIONS
@@ -64,12 +64,6 @@ def probe_devices(*, torch: Any = None) -> tuple[DeviceSpec, ...]:
     module = importlib.import_module("torch") if torch is None else torch
     found = [f"{kind}:{index}" for kind in _ORDER for index in range(_count(module, kind))]
     return tuple(probe_device(name, torch=torch) for name in [*found, "cpu"])
-
-
-def clear_probe_cache() -> None:
-    """Forget what was detected, after a driver reset, a change of the visible devices, or in tests."""
-    with _lock:
-        _cache.clear()
 
 
 def _resolve(device: Any, torch: Any) -> tuple[str, int]:
