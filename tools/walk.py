@@ -176,7 +176,8 @@ def _ground(folder: Path, clone: Path, dist: Path, hub: str) -> Ground:
         shim.chmod(0o755)
     links = f"{os.environ.get('PIP_FIND_LINKS', '')} {dist}".strip()
     env = _variables(folder, python.parent, PIP_FIND_LINKS=links, HF_ENDPOINT=hub)
-    return Ground(env, dist, clone, _variables(folder, clone / ".venv" / "bin", HF_ENDPOINT=hub))
+    git = {f"GIT_{who}_{what}": "walk" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}  # for a tag
+    return Ground(env, dist, clone, _variables(folder, clone / ".venv" / "bin", HF_ENDPOINT=hub, **git))
 
 
 def _clone(into: Path) -> Path:

@@ -93,9 +93,9 @@ def test_every_kind_of_finding_fits_the_schema() -> None:
         (("--lane", "lunch"), "quick"),
         (("--level", "6"), "1<=x<=5"),
         (("--config", "huge"), "no_rope"),
-        (("--backend", "tourch"), "torch"),
-        (("--kernel", "torch.rms_norm.natve"), "torch.rms_norm.native"),
-        (("--op", "rms_nrm"), "rms_norm"),
+        (("--backend", "tourch"), "did you mean torch?"),
+        (("--kernel", "torch.rms_norm.natve"), "did you mean torch.rms_norm.native?"),
+        (("--op", "rms_nrm"), "did you mean rms_norm"),
         (("--dtype", "int3"), "float32"),
     ],
 )

@@ -17,7 +17,7 @@ import torch
 from layerzero._ops.signature import dispatch, public_op
 from layerzero.device.probe import probe_device
 from layerzero.dispatch.run import current_world, decide, describe
-from layerzero.errors import LayerZeroError, UnknownNameError, nearest
+from layerzero.errors import LayerZeroError, UnknownNameError, did_you_mean, nearest
 from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
@@ -127,8 +127,10 @@ def resolve(
 
 def unknown(message: str, name: str, known: Iterable[str], code: str = "VALUE_INVALID") -> UnknownNameError:
     """The error for a name that nobody here bears; it says which ones are near."""
-    near = ", ".join(nearest(name, known) or sorted(known)[:8]) or "nothing: there is none"
-    return UnknownNameError(message, code=code, value=name, limit=near, hint=f"there is {near}")
+    names = sorted(known)
+    near = ", ".join(nearest(name, names) or names[:8]) or "nothing: there is none"
+    hint = did_you_mean(name, names, f"there is {near}")
+    return UnknownNameError(message, code=code, value=name, limit=near, hint=hint)
 
 
 def _absent(kernel: KernelSpec, device: DeviceSpec) -> str:
