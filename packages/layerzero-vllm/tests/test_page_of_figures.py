@@ -21,7 +21,7 @@ MODEL = {
 DATA = {
     "commit": "abc",
     "command": "python benchmarks/vllm.py --machine here",
-    "machine": {"cpu": "a CPU", "cores": 2, "arch": "aarch64", "load": 0.1},
+    "machine": {"cpu": "a CPU", "cores": 2, "arch": "aarch64", "gpu": None, "load": 0.1},
     "versions": {"vllm": "0.32.0", "torch": "2.13.0"},
     "sizes": {"num_hidden_layers": 8, "hidden_size": 768},
     "engine": {"enforce_eager": False, "max_num_batched_tokens": 256},

@@ -1,0 +1,163 @@
+"""What benchmarks/vllm_cuda.py and tools/vllm_backends.py make of answers, times and outcomes, and the page of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from tools.workspace import ROOT
+
+
+def script(place: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(place.replace("/", "_").removesuffix(".py"), ROOT / place)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+bench = script("benchmarks/vllm_cuda.py")
+
+
+def run_of(
+    tokens: list[list[int]], best: list[list[dict[int, float]]], prompts: list[list[float]]
+) -> dict[str, object]:
+    return {"tokens": tokens, "best": best, "prompts": prompts}
+
+
+STOCK = run_of(
+    [[1, 2], [3, 4], [5, 6]], [[{1: -0.5, 9: -0.75}] * 2, [{3: -1.0, 4: -1.5}] * 2, [{5: -0.1, 6: -3.1}] * 2], [[-1.0]]
+)
+
+
+def test_tokens_that_part_count_with_how_sure_stock_was_and_with_vllms_own_check():
+    other = run_of(
+        [[9, 2], [3, 4], [5, 7]],
+        [[{9: -0.6, 1: -0.61}] * 2, [{3: -1.0, 4: -1.5}] * 2, [{7: -1.0, 8: -2.0}] * 2],
+        [[-1.5]],
+    )
+    found = bench.compared(STOCK, other)
+    # the first prompt parts at its first token, where both sides hold the other's; the third where neither does
+    assert (found["parted"], found["parted_at_first"], found["beyond_vllms_check"]) == (2, 1, 1)
+    assert found["gaps"] == [0.25, 3.0]
+    assert found["prompt_logprobs"] == {"tokens": 1, "rms": 0.5, "median": 0.5, "largest": 0.5}
+    assert bench.compared(STOCK, STOCK)["parted"] == 0
+    assert bench.sureness(STOCK) == 0.5
+
+
+def answer(backend: str, rms: float, beyond: int = 0) -> dict[str, object]:
+    row = {"model": "copying", "dtype": "bfloat16", "backend": backend, "prompts": 24, "sureness": 1.25}
+    row["from_float32"] = {"tokens": 100, "rms": rms, "median": rms, "largest": 2 * rms}
+    if backend != "FLASH_ATTN":
+        row["against_flash_attn"] = {
+            "parted": 2,
+            "parted_at_first": 1,
+            "beyond_vllms_check": beyond,
+            "gaps": [0.1, 0.2],
+        }
+    return row
+
+
+def test_ours_is_held_against_the_further_of_vllms_backends():
+    rows = [answer("FLASH_ATTN", 0.2), answer("TRITON_ATTN", 0.25), answer("CUSTOM", 0.5, beyond=3)]
+    assert bench.figures_of("copying", "bfloat16", rows) == {
+        "copying, bfloat16: rms from float32 over vLLM's": {"value": 2.0, "at_most": bench.FURTHER},
+        "copying, bfloat16: prompts beyond vLLM's check": {"value": 3, "at_most": 0},
+    }
+
+
+class Paced:
+    """An engine that takes a given time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def generate(self, prompts: list[list[int]], new: int) -> dict[str, float]:
+        return {"seconds": self.seconds * len(prompts)}
+
+
+def test_ours_is_timed_over_the_quickest_of_vllms_backends():
+    engines = {"FLASH_ATTN": Paced(0.2), "TRITON_ATTN": Paced(0.1), "layerzero": Paced(0.125)}
+    rows = {row["case"]: row for row in bench.timed(engines, 100, until=0.0)}
+    assert list(rows) == list(bench.CASES)
+    row = rows["decode B64"]
+    assert (row["stock"], row["stock_tokens_s"], row["tokens_s"]) == ("TRITON_ATTN", 1280.0, 1024.0)
+    assert (row["times"], row["low"], row["high"], row["rounds"]) == (0.8, 0.8, 0.8, 2)
+    assert rows["prefill"]["tokens_s"] == 8192.0  # of the prompt
+
+
+def test_the_interval_of_a_median_is_as_wide_as_the_rounds_are_apart():
+    assert bench.interval([1.0] * 20) == (1.0, 1.0)
+    low, high = bench.interval([0.9, 1.1] * 10)
+    assert low == pytest.approx(0.9) and high == pytest.approx(1.1)
+
+
+HEAD = {"commit": "abc", "command": "python benchmarks/vllm_cuda.py", "versions": {"vllm": "0.26.0", "torch": "2.11.0"}}
+
+
+def test_the_page_tells_of_answers_rates_and_vllms_own_tests():
+    section = script("benchmarks/page_vllm.py").vllm_section
+    gpu = {**HEAD, "machine": {"gpu": "a GPU"}}
+    said = section("here", {**gpu, "answers": [answer("FLASH_ATTN", 0.2), answer("CUSTOM", 0.25)]})
+    assert "| copying bfloat16 | FLASH_ATTN | 0.2000 | 0.400 | 1.25 |  |  |" in said
+    assert "| copying bfloat16 | CUSTOM | 0.2500 | 0.500 | 1.25 | 2 of 24 | 0 |" in said
+
+    engines = {"FLASH_ATTN": Paced(0.1), "layerzero": Paced(0.1)}
+    model = {
+        "model": "llama-1b",
+        "dtype": "bfloat16",
+        "start_s": 60.04,
+        "stock_start_s": 58.0,
+        "chosen": [{"winner": "vllm"}],
+    }
+    model["cases"] = list(bench.timed(engines, 100, until=0.0))
+    said = section(
+        "here", {**gpu, "models": [model], "engine": {"max_num_batched_tokens": 8192}, "geometric_mean": 1.0}
+    )
+    assert "| decode B1, 1 × 128 + 128 | 1280 | 1280 (FLASH_ATTN) | 1.000 | 1.000 to 1.000 | 60.0 | 58.0 |" in said
+
+    tests = [
+        {"test": "a", "outcome": "passed", "ours": {"sdpa.paged_attention.gather": 1}},
+        {"test": "b", "outcome": "passed", "ours": {}},
+    ]
+    found = {
+        "device": "a GPU",
+        "lists": {"A": ["CUSTOM", "FLASH_ATTN"]},
+        "outcomes": {"passed": 2},
+        "with_our_kernels": 1,
+    }
+    said = section("here", {**HEAD, **found, "selected": "not flashinfer", "tests": tests})
+    assert "(CUSTOM, FLASH_ATTN): 2 passed; 1 of them ran our kernels (`sdpa.paged_attention.gather`)" in said
+
+
+def test_a_folder_that_is_no_checkout_of_vllm_is_refused_before_anything_is_imported(tmp_path):
+    words = [sys.executable, "-m", "tools.vllm_backends", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "has no tests/v1/attention/test_attention_backends.py; give a checkout of vLLM 0.26" in done.stderr
+
+
+def test_a_run_of_vllms_tests_counts_outcomes_and_kernels_by_test(tmp_path):
+    kept = script("tools/vllm_backends.py")
+    run = kept.Extended(["FLASH_ATTN"])
+    test = tmp_path / "test_two.py"
+    test.write_text(
+        "import kernels\ndef test_ours():\n    kernels.run['sdpa'] += 1\ndef test_none():\n    assert False\n"
+    )
+    sys.modules["kernels"] = ModuleType("kernels")
+    sys.modules["kernels"].run = run.kernels  # type: ignore[attr-defined]
+    run.pytest_collection_modifyitems = lambda items: None  # its lists are vLLM's
+    try:
+        assert pytest.main([str(test), "-q", "-p", "no:cacheprovider", "-c", "/dev/null"], plugins=[run]) == 1
+    finally:
+        del sys.modules["kernels"]
+    assert [(row["test"], row["outcome"], row["ours"]) for row in run.rows] == [
+        ("test_ours", "passed", {"sdpa": 1}),
+        ("test_none", "failed", {}),
+    ]
+    assert "assert False" in json.dumps(run.rows[1])
