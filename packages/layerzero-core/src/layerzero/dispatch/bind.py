@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from layerzero.model.decision import Decision, ExecutionPlan
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
 from layerzero.model.overlap import overlapping
+from layerzero.plugin.vendor import importing
 from layerzero.reasons import Reason, reason
 from layerzero.runtime.crashes import first_run
 from layerzero.runtime.state import state
@@ -68,7 +70,7 @@ class Bound:
 
 
 # One vendor at a time: two threads that import libraries which import each other may each see the other's half done.
-_importing = fresh_lock(threading.RLock)
+_one_at_a_time = fresh_lock(threading.RLock)
 _OF_MODULE = re.compile(r"(partially initialized )?module '[\w.]+' has no attribute")
 _TRIES, _PAUSE_S = 4, 0.25
 # Backends that do as torch does: negated views are resolved where pointers are taken, and the gradient of a gradient
@@ -79,14 +81,12 @@ _NUMBERS_AND_WORDS = frozenset({type(None), float, int, bool, str})
 
 @functools.lru_cache(maxsize=4096)
 def _import(path: str) -> Callable[..., Any]:
-    module, _, name = path.partition(":")
-    with _importing:
-        found = _whole(module)
-    for part in name.split("."):
-        found = getattr(found, part)
+    with _one_at_a_time, importing():
+        _whole(path.partition(":")[0])
+    found: Callable[..., Any] = resolve_name(path)
     if not callable(found):
         raise TypeError(f"{path} is not callable")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _whole(module: str) -> Any:

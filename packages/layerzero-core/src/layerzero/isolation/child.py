@@ -27,6 +27,7 @@ from layerzero.isolation.device_arena import OpenedArena, named_arena
 from layerzero.isolation.values import Malformed, Placed, pack, tensors_in, unpack
 from layerzero.isolation.wire import HEADER_BYTES, VERSION, Frame, Kind, decode, encode, head
 from layerzero.plugin.enclosure import Enclosure, enter
+from layerzero.plugin.vendor import importing
 
 _WORDS = 1_200
 
@@ -72,7 +73,8 @@ class Child:
 
     def _adapter(self, path: str) -> Callable[..., Any]:
         if path not in self._adapters:
-            self._adapters[path] = resolve_name(path)
+            with importing():
+                self._adapters[path] = resolve_name(path)
         return self._adapters[path]
 
     def _call(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ _FEATURE_CODES: Mapping[str, ReasonCode] = {
     "block_mask": ReasonCode.BLOCK_MASK_UNSUPPORTED,
     "chunk_mask": ReasonCode.CHUNK_MASK_UNSUPPORTED,
 }
+_CAUSAL = frozenset({"causal_top_left", "causal_bottom_right", "causal_square"})
 _LIMIT_CODES: Mapping[str, tuple[ReasonCode, ReasonCode, ReasonCode]] = {  # below min, above max, not a multiple
     "head_dim": (ReasonCode.HEAD_DIM_TOO_SMALL, ReasonCode.HEAD_DIM_TOO_LARGE, ReasonCode.HEAD_DIM_NOT_MULTIPLE),
     "head_dim_v": (ReasonCode.HEAD_DIM_TOO_SMALL, ReasonCode.HEAD_DIM_TOO_LARGE, ReasonCode.HEAD_DIM_NOT_MULTIPLE),
@@ -292,7 +293,7 @@ class KernelSpec(Plain):
         for need in sorted(ctx.needs - self.features):
             if need in ("tp_invariant", "dropout_all"):
                 continue  # a field of its own, judged with the modes; a call that is the fallback's alone
-            if need.startswith("causal_") and ctx.seq_relation == "equal" and self._computes_causal():
+            if need.startswith("causal_") and ctx.seq_relation == "equal" and self.features & _CAUSAL:
                 continue  # both alignments agree when Sq == Sk
             code = _FEATURE_CODES.get(need, ReasonCode.FEATURE_UNSUPPORTED)
             value: object = need
@@ -316,9 +317,6 @@ class KernelSpec(Plain):
         if self.square and ctx.seq_relation != "equal":
             found.append(reason("SEQ_LEN_MISMATCH", f"{ctx.seq_len_q} and {ctx.seq_len_k}", "equal lengths"))
         return found
-
-    def _computes_causal(self) -> bool:
-        return bool(self.features & {"causal_top_left", "causal_bottom_right", "causal_square"})
 
     def _sizes(self, ctx: Context) -> list[Reason]:
         found: list[Reason] = []

@@ -20,6 +20,7 @@ from layerzero.model.status import BackendStatus, HealthReport
 from layerzero.plugin.distributions import install_hint, is_known
 from layerzero.plugin.enclosure import Enclosure, enter
 from layerzero.plugin.manager import Loaded, PluginState, call_hook, load_plugins
+from layerzero.plugin.vendor import importing
 from layerzero.reasons import Reason, reason
 
 
@@ -100,7 +101,8 @@ def main(argv: list[str]) -> int:
     if len(argv) > 2:  # a backend that runs in a process of its own is asked in the same surroundings
         enter(Enclosure.from_json(json.loads(argv[2])))
     device = DeviceSpec.from_json(json.loads(argv[1])) if len(argv) > 1 and argv[1] else DeviceSpec.detect()
-    found = answer(load_plugins(), argv[0], device)
+    with importing():
+        found = answer(load_plugins(), argv[0], device)
     with os.fdopen(out, "w", encoding="utf-8") as stream:
         json.dump(found, stream)
     return 0

@@ -10,9 +10,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from layerzero.errors import one_line
@@ -31,6 +35,25 @@ from layerzero.registry.capabilities import Capabilities, Vendor, load_capabilit
 # What a backend asks of the device and the installed packages beyond its descriptor: every reason against it.
 Check = Callable[[DeviceSpec], Iterable[Reason]]
 
+_here = threading.local()
+_shown = ("default", SimpleNamespace(match=lambda text: getattr(_here, "importing", False)), Warning, None, 0)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """This thread imports a library: where warnings are errors, what it remarks is shown meanwhile and not raised.
+
+    The filter stays: `warnings.catch_warnings` would put back what other threads had in their list for a moment.
+    """
+    filters: Any = warnings.filters
+    if filters and filters[0] is not _shown and any(item[0] == "error" for item in filters):
+        filters.insert(0, _shown)
+    before, _here.importing = getattr(_here, "importing", False), True
+    try:
+        yield
+    finally:
+        _here.importing = before
+
 
 def vendor_presence(capabilities: Capabilities) -> tuple[str | None, tuple[Reason, ...], str]:
     """(installed version, reasons against it, exact fix); a backend without a vendor is always present."""
@@ -38,7 +61,8 @@ def vendor_presence(capabilities: Capabilities) -> tuple[str | None, tuple[Reaso
     if vendor is None:
         return None, (), ""
     fix = _fix(vendor, capabilities.backend)
-    installed, reasons = _dist_reasons(vendor.dist, vendor.version, fix)
+    installed = dist_version(vendor.dist)
+    reasons = _version_reasons(vendor.dist, installed, vendor.version, fix)
     if not reasons and (against := clashes(capabilities)):
         return installed, against, against[0].hint
     return installed, reasons, fix if reasons else ""
@@ -65,22 +89,13 @@ def _fix(vendor: Vendor, backend: str) -> str:
     return install_hint(f"{vendor.dist}{vendor.version}", backend)
 
 
-def _dist_reasons(dist: str, version: str, fix: str) -> tuple[str | None, tuple[Reason, ...]]:
-    installed = dist_version(dist)
-    return installed, _version_reasons(dist, installed, version, fix)
-
-
 def _version_reasons(dist: str, installed: str | None, version: str, fix: str) -> tuple[Reason, ...]:
     if installed is None:
         wanted = fix.removeprefix("pip install ") if fix.startswith("pip install ") else f"{dist}{version}"
-        return (_say("BACKEND_NOT_INSTALLED", dist, wanted, fix),)
+        return (replace(reason("BACKEND_NOT_INSTALLED", dist, wanted), hint=fix),)
     if contains(version, installed):
         return ()
-    return (_say("BACKEND_VERSION_MISMATCH", f"{dist} {installed}", version, fix),)
-
-
-def _say(code: str, value: str, limit: str, fix: str) -> Reason:
-    return replace(reason(code, value, limit), hint=fix)
+    return (replace(reason("BACKEND_VERSION_MISMATCH", f"{dist} {installed}", version), hint=fix),)
 
 
 def hardware_reasons(spec: KernelSpec, device: DeviceSpec) -> list[Reason]:
@@ -114,7 +129,8 @@ def needs_sm(min_sm: int | None = None, max_sm: int | None = None) -> Check:
 
 def needs_dist(dist: str, version: str = "", *, fix: str = "") -> Check:
     """A check for `vendor_status`: a second distribution the vendor works with, in this version range."""
-    return lambda device: _dist_reasons(dist, version, fix or install_hint(f"{dist}{version}", "the plugin"))[1]
+    fix = fix or install_hint(f"{dist}{version}", "the plugin")
+    return lambda device: _version_reasons(dist, dist_version(dist), version, fix)
 
 
 def vendor_status(

@@ -41,34 +41,28 @@ class PlainProcessor:
     ) -> Tensor:
         """Project, attend, project back; images [B, C, H, W] are sequences of their pixels meanwhile."""
         if args or kwargs:  # deprecated arguments: the library knows what to say about them
-            found: Tensor = super().__call__(  # type: ignore[misc] # the library's class comes next
+            return super().__call__(  # type: ignore[misc,no-any-return] # the library's class comes next
                 attn, hidden_states, encoder_hidden_states, attention_mask, temb, *args, **kwargs
             )
-            return found
         x = hidden_states if attn.spatial_norm is None else attn.spatial_norm(hidden_states, temb)
         image = x.shape if x.ndim == 4 else None
         if image is not None:
             x = x.flatten(2).transpose(1, 2)
         if attn.group_norm is not None:
             x = attn.group_norm(x.transpose(1, 2)).transpose(1, 2)
-        source = x
-        if encoder_hidden_states is not None:
-            source = encoder_hidden_states
-            if attn.norm_cross:
-                source = attn.norm_encoder_hidden_states(source)
+        source = x if encoder_hidden_states is None else encoder_hidden_states
+        if encoder_hidden_states is not None and attn.norm_cross:
+            source = attn.norm_encoder_hidden_states(source)
         query, key, value = attn.to_q(x), attn.to_k(source), attn.to_v(source)
         head_dim = query.shape[-1] // attn.heads
-        query, key, value = _heads(query, head_dim), _heads(key, head_dim), _heads(value, head_dim)
-        if attn.norm_q is not None:
-            query = attn.norm_q(query)
-        if attn.norm_k is not None:
-            key = attn.norm_k(key)
-        mask = attention_mask
-        if mask is not None:
+        query = _normed(_heads(query, head_dim), attn.norm_q)
+        key = _normed(_heads(key, head_dim), attn.norm_k)
+        value = _heads(value, head_dim)
+        if attention_mask is not None:
             # The library's masks come as [B, 1, S] or wider and leave this call once for each head.
-            mask = attn.prepare_attention_mask(mask, source.shape[1], source.shape[0])
-            mask = mask.view(source.shape[0], attn.heads, -1, mask.shape[-1])
-        out = attention(query, key, value, mask, layout="BSHD").flatten(2)
+            mask = attn.prepare_attention_mask(attention_mask, source.shape[1], source.shape[0])
+            attention_mask = mask.view(source.shape[0], attn.heads, -1, mask.shape[-1])
+        out = attention(query, key, value, attention_mask, layout="BSHD").flatten(2)
         out = attn.to_out[1](attn.to_out[0](out))
         if image is not None:
             out = out.transpose(1, 2).reshape(image)
@@ -107,8 +101,7 @@ class JointProcessor:
             value = torch.cat((value, _heads(attn.add_v_proj(text), head_dim)), 1)
         out = attention(query, key, value, layout="BSHD").flatten(2)
         if text is None:
-            alone: Tensor = attn.to_out[1](attn.to_out[0](out))
-            return alone
+            return attn.to_out[1](attn.to_out[0](out))  # type: ignore[no-any-return]
         image_out, text_out = torch.split_with_sizes(out, (hidden_states.shape[1], text.shape[1]), 1)
         if not attn.context_pre_only:
             text_out = attn.to_add_out(text_out)

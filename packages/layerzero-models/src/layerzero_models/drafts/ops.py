@@ -78,11 +78,9 @@ def sample_tree(
 
 
 def _on_device(parents: Any, like: Any) -> Any:
-    if not isinstance(like, Tensor):
-        return parents
-    if not isinstance(parents, Tensor):
-        return checked_parents(parents).to(like.device)
-    return parents.to(like.device)
+    if isinstance(like, Tensor):
+        return (parents if isinstance(parents, Tensor) else checked_parents(parents)).to(like.device)
+    return parents
 
 
 def _describer(op: str) -> Callable[[Call], Context]:
