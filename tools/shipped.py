@@ -140,6 +140,7 @@ def rendered(document: Mapping[str, Any]) -> str:
 def left_out(calls: Sequence[Mapping[str, Any]], device: str) -> dict[str, Any]:
     """Each call told from the others of its kind: errors of expected times, and the chosen over the fastest."""
     kinds: dict[tuple[str, str], list[Point]] = {}
+    axes = {item["op"]: tuple(item["sizes"]) for item in calls}
     for item in calls:
         kinds.setdefault((item["op"], item["kind"]), []).append(_point(item))
     told: dict[str, list[tuple[str, float, float, float, list[float]]]] = {"shipped": [], "roofline": []}
@@ -156,7 +157,7 @@ def left_out(calls: Sequence[Mapping[str, Any]], device: str) -> dict[str, Any]:
             ]
             names = [name for name in point.ratios if not name.startswith(f"{_REFERENCE}.")]
             for way, near in (("shipped", True), ("roofline", False)) if around else ():
-                item = Kind(around).estimates(names, point.sizes, point.dtype, (point.bytes, point.flops), near)
+                item = Kind(around, axes[op]).estimates(names, point.sizes, point.dtype, (point.bytes, point.flops), near)
                 if not item:
                     continue
                 errors = [abs(math.log(item[name].ratio / point.ratios[name])) for name in item]

@@ -189,7 +189,7 @@ def test_measurements_of_a_busy_machine_decide_only_where_they_are_far_apart(pla
 def test_between_measured_sizes_the_ratio_lies_between_and_far_away_the_roofline_speaks():
     points = [Point((rows, 1024), "float16", 4e3 * rows, 4e3 * rows, 0.01 * rows, {"k": ratio})
               for rows, ratio in ((1024, 0.4), (4096, 0.8))]  # fmt: skip
-    kind = Kind(points)
+    kind = Kind(points, ("rows", "hidden"))
     found = kind.estimates(["k", "unknown"], (2048, 1024), "float16", (4e3 * 2048, 4e3 * 2048))
     assert set(found) == {"k"} and 0.4 < found["k"].ratio < 0.8
     assert found["k"].near and found["k"].octaves == pytest.approx(1.0)

@@ -23,7 +23,7 @@ from layerzero.selection.world import Measurements, World
 # Left out one by one, 98 of 100 times of the H200's calls were at least a third of what the others said of them, and
 # no kernel that is behind by this much was the fastest (tests/test_ruled_out.py).
 _MARGIN = 3.0
-_NEAR = 4.0  # octaves: a measured call further away says no more than the roofline
+_NEAR = 3.0  # octaves: a measured call further away says no more than the roofline
 
 
 def margin(expected: Expectation) -> float:

@@ -19,6 +19,8 @@ FARTHEST = 5.0
 _NEIGHBOURS = 4
 _SOFTENING = 0.25  # octaves: a call measured twice is not believed absolutely
 _OTHER_DTYPE = 1.0  # octaves between float16 and bfloat16
+_SIDE_BY_SIDE = {"batch", "num_kv_heads", "num_heads", "seq_len_k"}
+_RELATIVE = (("num_heads", "num_kv_heads"), ("head_dim_v", "head_dim"), ("tokens", "batch"))
 _REACHED = 0.9  # the quantile of measured rates that counts as reached; one lucky call does not
 
 
@@ -46,17 +48,24 @@ class Estimate(NamedTuple):
     near: bool
 
 
-def octaves(size: int) -> float:
-    """A size on the scale that distances are measured on."""
-    return math.log2(max(size, 1))
+def _place(axes: Sequence[str], sizes: Sequence[int]) -> tuple[float, ...]:
+    """Sizes on the scale that distances are measured on. Kernels of attention run the heads of all sequences side by
+    side, so these count together; sizes that usually follow from another by what they differ from it."""
+    logs = {axis: math.log2(max(size, 1)) for axis, size in zip(axes, sizes, strict=True)}
+    if logs.keys() >= _SIDE_BY_SIDE:
+        for axis, other in _RELATIVE:
+            if axis in logs:
+                logs[axis] -= logs[other]
+        logs["batch"] += logs.pop("num_kv_heads")
+    return tuple(logs.values())
 
 
 class Kind:
     """The measured calls of one kind, which differ in their sizes alone (and float16 from bfloat16)."""
 
-    def __init__(self, points: Sequence[Point]) -> None:
-        self.points = tuple(points)
-        self._logs = [tuple(octaves(size) for size in point.sizes) for point in self.points]
+    def __init__(self, points: Sequence[Point], axes: Sequence[str]) -> None:
+        self.points, self._axes = tuple(points), axes
+        self._places = [_place(axes, point.sizes) for point in self.points]
         self._rates: dict[str, tuple[float, float, float]] = {}
         self._bends: dict[tuple[str, int], float] = {}
 
@@ -64,7 +73,7 @@ class Kind:
         self, names: Sequence[str], sizes: Sequence[int], dtype: str, cost: tuple[float, float], near: bool = True
     ) -> dict[str, Estimate]:
         """What is expected of those kernels that were measured; with `near` False by their rooflines alone."""
-        here, points = [octaves(size) for size in sizes], self.points
+        here, points = _place(self._axes, sizes), self.points
         order = sorted((self._distance(index, here, dtype), index) for index in range(len(points)))
         base_us, found = self._roofline("", *cost), {}
         for name in names:
@@ -82,7 +91,7 @@ class Kind:
 
     def _distance(self, index: int, here: Sequence[float], dtype: str) -> float:
         point = self.points[index]
-        return math.hypot(math.dist(self._logs[index], here), point.apart, _OTHER_DTYPE * (point.dtype != dtype))
+        return math.hypot(math.dist(self._places[index], here), point.apart, _OTHER_DTYPE * (point.dtype != dtype))
 
     def _bend(self, name: str, index: int) -> float:
         """The logarithm of what a measured ratio is over that of the rooflines."""

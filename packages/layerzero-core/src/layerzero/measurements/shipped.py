@@ -265,7 +265,7 @@ def _pool(ctx: Context, words: frozenset[str], backends: Sequence[BackendSpec]) 
         taken = (found.device, found.commit, found.torch)
         noise = _NOISE if found.busy <= _BUSY else _BUSY_NOISE
         merged[key] = point._replace(ratios={**before.ratios, **point.ratios}, source=taken, noise=noise)
-    return _Pool(Kind(tuple(merged.values())) if merged else None, order, near, tuple(_together(notes)))
+    return _Pool(Kind(tuple(merged.values()), order) if merged else None, order, near, tuple(_together(notes)))
 
 
 def _together(notes: Sequence[Reason]) -> list[Reason]:
