@@ -39,10 +39,13 @@ static Room cut_room(char* memory, int64_t rows, int64_t dim, int64_t dim_v) {
   return r;
 }
 
-// Keys as columns: keys[d][j]; columns n … TILE-1 are zero.
+// So many keys in whole vectors.
+static int whole_vectors(int64_t keys) { return int((keys + W - 1) / W * W); }
+
+// Keys as columns: keys[d][j]; columns n … whole_vectors(n)-1 are zero, those after them are not read.
 #if LZ_LANES == 16 && !defined(LZ_ISA_portable)
 template <class T> static void pack_keys(const T* const* kp, int n, int64_t dim, float* to) {
-  for (int j = 0; j < TILE; j += W) {
+  for (int j = 0; j < n; j += W) {
     for (int64_t d = 0; d < dim; d += W) {
       __m512i r[W];
       for (int i = 0; i < W; ++i) {
@@ -56,7 +59,7 @@ template <class T> static void pack_keys(const T* const* kp, int n, int64_t dim,
 #else  // four rows are turned at a time
 template <class T> static void pack_keys(const T* const* kp, int n, int64_t dim, float* to) {
   float line[4][256 + 16];
-  for (int j = 0; j < TILE; j += 4) {
+  for (int j = 0; j < whole_vectors(n); j += 4) {
     for (int i = 0; i < 4; ++i) {
       if (j + i < n) widen_row(kp[j + i], dim, line[i], 1.0f);
       else memset(line[i], 0, size_t(dim) * sizeof(float));
@@ -70,7 +73,7 @@ template <class T> static void pack_keys(const T* const* kp, int n, int64_t dim,
 #endif
 
 template <class T> static void pack_values(const T* const* vp, int n, int64_t dim, int64_t step, float* to) {
-  for (int j = 0; j < TILE; ++j) {
+  for (int j = 0; j < whole_vectors(n); ++j) {
     if (j < n) widen_row(vp[j], dim, to + j * step, 1.0f);
     else memset(to + j * step, 0, size_t(step) * sizeof(float));
   }
@@ -87,8 +90,7 @@ static int seen(const Band* band, int rows, int64_t first, int n) {
   int64_t last = first;
   for (int r = 0; r < rows; ++r)
     if (band[r].end > last) last = band[r].end;
-  const int64_t keys = last - first < n ? last - first : n;
-  return int((keys + W - 1) / W * W);
+  return whole_vectors(last - first < n ? last - first : n);
 }
 
 // Queries from … to - 1 of one sequence, for the heads of one group.
@@ -124,7 +126,7 @@ template <class T> static void attend_block(const Problem& p, const Sequence& se
     float* s = room.scores;
     for (int r = low; r < high; r += step) {
       const int some = high - r < step ? high - r : step;
-      const int width = whole ? TILE : seen(room.band + r, some, first, n);
+      const int width = whole ? whole_vectors(n) : seen(room.band + r, some, first, n);
       if (width == 0) continue;
       multiply(room.q + r * room.dim, room.dim, room.keys, TILE, s + r * TILE, TILE, some, width, room.dim, true);
       for (int i = r; i < r + some; ++i) {
