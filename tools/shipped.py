@@ -157,7 +157,8 @@ def left_out(calls: Sequence[Mapping[str, Any]], device: str) -> dict[str, Any]:
             ]
             names = [name for name in point.ratios if not name.startswith(f"{_REFERENCE}.")]
             for way, near in (("shipped", True), ("roofline", False)) if around else ():
-                item = Kind(around, axes[op]).estimates(names, point.sizes, point.dtype, (point.bytes, point.flops), near)
+                kind_of = Kind(around, axes[op])
+                item = kind_of.estimates(names, point.sizes, point.dtype, (point.bytes, point.flops), near)
                 if not item:
                     continue
                 errors = [abs(math.log(item[name].ratio / point.ratios[name])) for name in item]

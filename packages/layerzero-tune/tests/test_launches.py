@@ -34,6 +34,25 @@ def test_a_kernel_shorter_than_its_launch_takes_as_long_as_the_launch():
     assert with_launch(500.0, lambda: "long", clock, lambda: 1.0) == 500.0
 
 
+def test_those_that_are_held_against_each_other_are_timed_beside_each_other():
+    """Far behind the first, one would be timed among all and the other among few; what is in a turn is in its time."""
+    launch, company = {"first": 10.0, "torch": 20.0, "call": 24.0, "other": 90.0}, []
+    calls = {name: (lambda name=name: name) for name in launch}
+    times = {name: Times(4.0, 4.0, 4.0, 0.0, 36) for name in launch}
+
+    def clock(call, count):
+        company.append(call())
+        return launch[call()]
+
+    found = with_launches(times, calls, clock, lambda: 1.0, together=("torch", "call", "absent"))
+    assert found["torch"].samples == found["call"].samples == found["first"].samples > found["other"].samples
+    assert {name for name in company if company.count(name) == found["call"].samples + found["other"].samples} == {
+        "first", "torch", "call",
+    }  # fmt: skip
+    alone = with_launches(times, calls, clock, lambda: 1.0)
+    assert alone["call"].samples == alone["other"].samples == found["other"].samples
+
+
 @pytest.mark.req("R-TUNE-03")
 def test_no_kernel_pays_for_coming_first():
     """Whoever is timed first finds the host's caches full of something else; kernels that are alike stay alike."""

@@ -22,7 +22,7 @@ import torch
 
 from layerzero.dispatch.run import describe
 from layerzero.errors import TuningError
-from layerzero.measurements.believed import NOISE, believed, platform_of, versions_of
+from layerzero.measurements.believed import NOISE, judged, platform_of, versions_of
 from layerzero.model.context import Context
 from layerzero.model.expectation import Expectation
 from layerzero.model.op import OperationSpec
@@ -215,7 +215,7 @@ def _timed(
     errors = {name: bench.errors[name] for name in times}
     told = Trial(ctx, times, errors, {}, winner_of(times, noise), clear, 0.0, stolen=stolen, torch=plain)
     rows = [item for item in _rows(here, bench, spec, ctx, told, Surroundings()) if item.kernel_id != TORCH_DEFAULT]
-    weighed = believed(rows, platform_of(ctx.device), lambda name: versions_of(here.registry, name))
+    weighed = judged(rows, platform_of(ctx.device), lambda name: versions_of(here.registry, name)).times
     choice = leader(weighed, NOISE) if weighed else told.winner
     lost = plain is not None and loses(times[choice], plain, noise)
     return replace(told, choice=choice, lost=lost)

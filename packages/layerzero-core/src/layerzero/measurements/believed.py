@@ -150,13 +150,6 @@ class Believed(NamedTuple):
     refused: Mapping[str, Reason] = MappingProxyType({})
 
 
-def believed(
-    items: list[Measurement], platform: Platform, versions: Callable[[str], tuple[str, str] | None]
-) -> Mapping[str, float]:
-    """Times in µs by kernel id: of this platform, else relative ones of the family."""
-    return judged(items, platform, versions).times
-
-
 def judged(items: list[Measurement], platform: Platform, versions: Callable[[str], tuple[str, str] | None]) -> Believed:
     """The rows of one bucket: which count here, as times or as a ranking, and why the others do not."""
     fitting: list[Measurement] = []
@@ -310,13 +303,7 @@ def doubt_of(item: Measurement, world: World) -> str | None:
     from layerzero.device.probe import probe_devices
 
     here = [platform_of(device) for device in probe_devices()]
-    return (
-        None
-        if any(same_platform(item.platform, platform) for platform in here)
-        else _difference(item.platform, here[0] if len(here) == 1 else _nearest(item, here))
-    )
-
-
-def _nearest(item: Measurement, here: list[Platform]) -> Platform:
+    if any(same_platform(item.platform, platform) for platform in here):
+        return None
     same = [platform for platform in here if platform.family == item.platform.family]
-    return (same or here)[0]
+    return _difference(item.platform, (same or here)[0])

@@ -263,7 +263,7 @@ def _timed(
         found = race(running, device=place, least=least, seconds=seconds, clock=clock, settle=True)
     raced = dict(found.times)
     if place.startswith("cuda") and mode == "eager":  # as tuning times them: everybody's launch counts, or nobody's
-        raced = with_launches(raced, running)
+        raced = with_launches(raced, running, together=(TORCH_DEFAULT, CALL))
     for name, times in raced.items():
         held = entries.get(name, Entry())
         timed[name] = Entry(times.median_us, times.p95_us, times.samples, held.error)
