@@ -1,11 +1,15 @@
 """Linear attention beside what transformers runs, with the packages that are here and without any, and beside the
 libraries called directly.
 
-    python benchmarks/linear_attention.py --machine NAME [--budget SECONDS]
+    python benchmarks/linear_attention.py --machine NAME [--budget SECONDS] [--only OP ...]
 
 Each case is one call with the sizes of a released model; on a GPU 16 heads of 128. The ways take turns, and the median
-of the ratios of neighbouring calls counts, so that what else the machine does weighs on all alike. On a GPU a call is
-timed by events behind a write of 256 MB, as Triton's do_bench does.
+of the ratios of neighbouring calls counts, so that what else the machine does weighs on all alike. They take turns as
+long before anything is timed: a GPU that has waited for imports and compilers is slow for some tenths of a second. On a
+GPU a call is timed by events behind a write of 256 MB, as Triton's do_bench does.
+
+fla-core tries out many variants of its kernels at the first prompt, and Triton keeps on disk what it compiled and which
+was fastest: a first run spends minutes on that (`seconds` of each case in the report), a second one seconds.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import statistics
@@ -151,12 +156,10 @@ def flushed() -> torch.Tensor:
 def measured(kind: str, batch: int, tokens: int, dtype: torch.dtype, device: str, budget: float) -> dict[str, Any]:
     """The time of each way in microseconds, and how many times faster ours is."""
     torch.manual_seed(0)
+    began = time.perf_counter()
     ways = KINDS[kind](kind, batch, tokens, dtype, device)
-    for way in [*ways.values()] * 3:
-        seconds(way, device)
-    rounds, end = [], time.perf_counter() + budget
-    while len(rounds) < 5 or (time.perf_counter() < end and len(rounds) < 400):
-        rounds.append({name: seconds(way, device) for name, way in ways.items()})
+    turns(ways, device, 3, budget)
+    rounds = turns(ways, device, 5, budget)
     case: dict[str, Any] = {"op": kind, "batch": batch, "tokens": tokens, "dtype": str(dtype).removeprefix("torch.")}
     case["kernel"] = next(reversed(_kernels(kind)), "")
     for name in ways:
@@ -165,7 +168,21 @@ def measured(kind: str, batch: int, tokens: int, dtype: torch.dtype, device: str
     for name in ways:
         times = statistics.median(found[name] / found["ours"] for found in rounds)
         case |= {} if name == "ours" else {"times" if name == "transformers" else f"{name}_times": round(times, 2)}
-    return case
+    return case | {"rounds": len(rounds), "seconds": round(time.perf_counter() - began, 1)}
+
+
+def turns(ways: Ways, device: str, least: int, budget: float) -> list[dict[str, float]]:
+    """The times of all ways, called one after the other, round by round."""
+    rounds: list[dict[str, float]] = []
+    end = time.perf_counter() + budget
+    gc.collect()
+    gc.disable()
+    try:
+        while len(rounds) < least or (time.perf_counter() < end and len(rounds) < 400):
+            rounds.append({name: seconds(way, device) for name, way in ways.items()})
+    finally:
+        gc.enable()
+    return rounds
 
 
 def _kernels(kind: str) -> list[str]:
@@ -179,7 +196,8 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machine", required=True, help="a folder of benchmarks/results")
-    parser.add_argument("--budget", type=float, default=1.0, help="seconds a case")
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds a case, and as many before it is timed")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), help="these ops")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shapes = ((64, 1), (1, 8192)) if device == "cuda" else ((1, 256), (1, 1), (8, 1))
@@ -192,7 +210,7 @@ def main() -> None:
     report |= {"threads": torch.get_num_threads(), "cases": []}
     with torch.inference_mode():
         for batch, tokens in shapes:  # on a GPU the steps come first: prefill is autotuned, which takes long
-            for kind in KINDS:
+            for kind in given.only:
                 report["cases"].append(measured(kind, batch, tokens, dtype, device, given.budget))
                 print(json.dumps(report["cases"][-1]), flush=True)
                 write_json(RESULTS / given.machine / "linear_attention.json", report)  # also what a cut run has found
