@@ -87,13 +87,11 @@ class CpuImpl(stock.CPUAttentionBackendImpl):
         kv_cache: Tensor,
         attn_metadata: Any,
         output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+        **scales: Tensor | None,
     ) -> Tensor:
         """Attention of this step's tokens into `output` [tokens, heads, head_dim]."""
         if attn_metadata is None or not self.ours:
-            given = (layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
-            super().forward(*given)
+            super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
             return output
         tokens = attn_metadata.num_actual_tokens
         caches, batch = attend.halves(kv_cache), attn_metadata.batch

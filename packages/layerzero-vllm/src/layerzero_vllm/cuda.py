@@ -66,14 +66,12 @@ class CudaImpl(stock.FlashAttentionImpl):
         kv_cache: Tensor,
         attn_metadata: Any,
         output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+        **scales: Tensor | None,
     ) -> Tensor:
         """Attention of this step's tokens into `output` [tokens, heads, head_dim]."""
         batch = getattr(attn_metadata, "batch", None)
         if batch is None or not self.ours:
-            given = (layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
-            super().forward(*given)
+            super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
             return output
         tokens = attn_metadata.num_actual_tokens
         found = attend.attend(query[:tokens], attend.interleaved(kv_cache), batch, self.settings)
@@ -100,10 +98,15 @@ class CudaBuilder(stock.FlashAttentionMetadataBuilder):
             kinds.setdefault(kind_of(layer.impl, "cuda", kv_cache_spec.block_size, vllm_config), []).append(layer)
         choices = agreed(lambda: [choice for kind, group in kinds.items() for choice in self._choose(kind, group[0])])
         won = {choice.kind for choice in choices if choice.winner == OURS}
+        # where vLLM serves, nothing of ours stays in the way, unless vLLM made a subclass of ours for a mask of its own
         for kind, group in kinds.items():
             for layer in group:
                 layer.impl.ours = kind in won
-        self.plans = any(layer.impl.ours for layer in layers.values())
+                if type(layer.impl) in (CudaImpl, stock.FlashAttentionImpl):
+                    layer.impl.__class__ = CudaImpl if kind in won else stock.FlashAttentionImpl
+        self.plans = bool(won)
+        if type(self) is CudaBuilder and not won:
+            self.__class__ = stock.FlashAttentionMetadataBuilder
         tell(choices)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
