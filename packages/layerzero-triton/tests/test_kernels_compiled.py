@@ -168,11 +168,14 @@ def eight_bit_codes():
     """Rows encoded in FP8, and experts of FP8 blocks."""
     from layerzero.model.enums import QuantFormat
     from layerzero.model.quant import QuantizedTensor
+    from layerzero_triton.config import LinearConfig
     from layerzero_triton.experts import moe
-    from layerzero_triton.linear import _encode
+    from layerzero_triton.linear import _encode, dequantized
 
     codes = blank(4096, 4096, dtype=torch.float8_e4m3fn)
-    _encode((4096, 1, 1), (blank(4096, 4096), codes, blank(32, 4096, dtype=F32)), (4096, 4096, 4096, 32), (4096, 32), 4)
+    _encode(
+        (4096, 1, 1), (blank(4096, 4096), codes, blank(32, 4096, dtype=F32)), (256, 256, 4096, 32), (4096, 32, 16), 4
+    )
 
     def blocks(*shape):
         codes, scale = blank(*shape, dtype=torch.float8_e4m3fn), blank(*shape[:-1], shape[-1] // 128, dtype=F32)
@@ -182,6 +185,20 @@ def eight_bit_codes():
         shares, ids = blank(tokens, 8, dtype=F32), blank(tokens, 8, dtype=torch.int64)
         weights = blocks(128, 1536, 2048), blocks(128, 2048, 768)
         moe(blank(tokens, 2048), *weights, shares, ids, "silu", 0, None, None, 1.702, None, False)
+    # An inner axis that ends within a tile: what is beyond it is loaded as a number of the codes' own dtype.
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        fmt = QuantFormat.INT8 if dtype is torch.int8 else QuantFormat.FP8_E4M3
+
+        def channels(*shape, dtype=dtype, fmt=fmt):
+            scale = blank(*shape[:-1], 1, dtype=F32)
+            return QuantizedTensor(blank(*shape, dtype=dtype), scale, fmt, "channel", shape, BF16)
+
+        weights, chosen = (
+            (channels(6, 192, 128), channels(6, 128, 96)),
+            (blank(7, 3, dtype=F32), blank(7, 3, dtype=I32)),
+        )
+        moe(blank(7, 128), *weights, *chosen, "silu", 0, None, None, 1.702, None, False)
+        dequantized(blank(3, 200), channels(64, 200), None, None, LinearConfig(16, 64, 128))
 
 
 KERNELS = {

@@ -387,7 +387,7 @@ def test_rows_in_fp8_are_the_codes_of_the_reference():
     x[3] = 0.0
     want = lz.quantize(x, "fp8_e4m3", granularity="channel", backend="reference")
     codes, scales = torch.empty_like(want.data), torch.empty(1, 37, device="cuda")
-    _encode((37, 1, 1), (x, codes, scales), (1000, 1000, 37, 1), (1024, 1), 4)
+    _encode((37, 1, 1), (x, codes, scales), (1000, 1000, 37, 1), (1024, 1, 1), 4)
     assert torch.equal(codes.view(torch.uint8), want.data.view(torch.uint8))
     assert torch.equal(scales.view(-1), want.scale.view(-1))
     there = lz.quantize(x.cpu(), "fp8_e4m3", granularity="channel", backend="reference")

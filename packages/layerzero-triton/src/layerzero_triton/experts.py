@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero_triton.activation import gelu_and_mul, relu_and_mul, silu_and_mul
 from layerzero_triton.config import (
     FIXED_EXPERTS,
     ExpertsConfig,
@@ -59,10 +58,9 @@ def moe(
     second = (middle, down, down_bias, order, ends, tiles, results)
     _multiply(second, most, top_k, 0.0, None, "none", "none", False, chosen.block_m, *chosen.second)
 
-    block = min(1024, next_power(hidden))
-    _combine(
-        (tokens, -(-hidden // block), 1), (results, ids, shares, out), (hidden, experts, expert_offset), (top_k, block)
-    )
+    block, unit = min(1024, next_power(hidden)), unit_of(hidden)
+    numbers = (hidden // unit, experts, expert_offset)
+    _combine((tokens, -(-hidden // block), 1), (results, ids, shares, out), numbers, (top_k, block, unit))
     return out
 
 
@@ -71,35 +69,34 @@ def fixed_moe(*args: Any) -> Tensor:
     return moe(*args, config=FIXED_EXPERTS)
 
 
-def fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """Canonical arguments of `linear`."""
+def fixed_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, gate: str = "none", dtype: Any = None
+) -> Tensor:
+    """Canonical arguments of `linear`; with a gate the weight holds it and up, see `kernels.experts.product`."""
     flat = x.reshape(-1, x.shape[-1]).contiguous()
-    rows, out = flat.shape[0], x.new_empty((*x.shape[:-1], weight.shape[0]))
+    rows, width = flat.shape[0], weight.shape[0] // (1 if gate == "none" else 2)
+    out = x.new_empty((*x.shape[:-1], width), dtype=dtype)
     if not out.numel():
         return out
     height, *tile = fixed_linear_config(rows)
     tables = _straight(rows, height, x.device)
     given = (flat, weight[None], None if bias is None else bias[None], *tables, out)
     words = activation or "none"
-    _multiply(given, -(-rows // height), 1, 0.0, None, words, "none", activation is not None, height, *tile)
+    _multiply(given, -(-rows // height), 1, 0.0, None, words, gate, activation is not None, height, *tile)
     return out
 
 
 def fixed_mlp(
     x: Tensor, up_weight: Tensor, down_weight: Tensor, gate_weight: Tensor | None, activation: str, *biases: Any
 ) -> Tensor:
-    """Canonical arguments of `mlp`: its products by `fixed_linear`."""
+    """Canonical arguments of `mlp`: its products by `fixed_linear`; what lies between them is rounded once."""
     up_bias, gate_bias, down_bias = biases
-    if gate_weight is not None:
-        inner = fixed_linear(x, gate_weight, gate_bias, activation) * fixed_linear(x, up_weight, up_bias, None)
-    elif up_weight.shape[0] == down_weight.shape[1]:
-        inner = fixed_linear(x, up_weight, up_bias, activation)
+    if gate_weight is None:
+        gate = "none" if up_weight.shape[0] == down_weight.shape[1] else "halves"
+        inner = fixed_linear(x, up_weight, up_bias, activation, gate)
     else:
-        both = fixed_linear(x, up_weight, up_bias, None)
-        if activation in ("silu", "relu"):
-            inner = (silu_and_mul if activation == "silu" else relu_and_mul)(both)
-        else:
-            inner = gelu_and_mul(both, "tanh" if activation == "gelu_tanh" else "none")
+        inner = fixed_linear(x, gate_weight, gate_bias, activation, dtype=torch.float32)
+        inner = inner.mul_(fixed_linear(x, up_weight, up_bias, None, dtype=torch.float32)).to(x.dtype)
     return fixed_linear(inner, down_weight, down_bias, None)
 
 
@@ -152,14 +149,14 @@ def _multiply(
     bias = None if bias is None else bias.contiguous()
     w_e, w_n, w_k = weights.stride()
     along_k = w_k == 1
-    unit = unit_of(w_e, w_n if along_k else w_k, x.stride(0), k)
+    unit, n_unit = unit_of(w_e, w_n if along_k else w_k, x.stride(0), k), unit_of(n)
     _product(
         (most * -(-n // block_n), 1, 1),
         (x, weights, scale, bias, *rest),
-        (n, k // unit, x.stride(0) // unit, w_e // unit, w_n // unit, w_k // unit, top_k, alpha, limit or 0.0),
+        (n // n_unit, *(size // unit for size in (k, x.stride(0), w_e, w_n, w_k)), top_k, alpha, limit or 0.0),
         (
-            block_m, block_n, block_k, k % block_k == 0, n % block_n == 0, unit, along_k, bias is not None, activation,
-            gate, limit is not None, first, codes, per, assembling(),
+            block_m, block_n, block_k, k % block_k == 0, n % block_n == 0, unit, n_unit, along_k, bias is not None,
+            activation, gate, limit is not None, first, codes, per, assembling(),
         ),
         warps,
         stages,

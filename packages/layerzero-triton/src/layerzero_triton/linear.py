@@ -91,9 +91,9 @@ def dynamic(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: st
     scales = torch.empty((blocks, m), dtype=torch.float32, device=x.device)
     if m == 0:
         return x.new_empty((*x.shape[:-1], n))
-    wide = next_power(k)
-    constants = (wide, next_power(blocks))
-    _encode((m, 1, 1), (rows, codes, scales), (k, rows.stride(0), m, blocks), constants, max(4, min(16, wide // 1024)))
+    wide, unit = next_power(k), unit_of(k, rows.stride(0))
+    numbers, constants = (k // unit, rows.stride(0) // unit, m, blocks), (wide, next_power(blocks), unit)
+    _encode((m, 1, 1), (rows, codes, scales), numbers, constants, max(4, min(16, wide // 1024)))
     held = source.scale.t() if source.scale.dim() == 2 else source.scale.expand(1, n)
     out = torch._scaled_mm(codes, source.data.t(), scales.t(), held.contiguous(), out_dtype=x.dtype)
     return _activated(out if bias is None else out + bias, activation).view(*x.shape[:-1], n)
@@ -130,7 +130,7 @@ def _planned(
     each = -(-steps // chosen.splits)
     splits = -(-steps // each) if steps else 1
     unit = unit_of(rows.stride(0), codes.stride(0), k)
-    kind = {None: "none", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "silu": "silu", "relu": "relu"}[activation]
+    kind = activation or "none"
     tiles = -(-m // chosen.block_m) * -(-n // chosen.block_n)
     per = (source.block_size or k) // chosen.block_k if blocks else 1
     product = Plan(

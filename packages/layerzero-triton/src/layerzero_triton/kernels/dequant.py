@@ -25,16 +25,11 @@ prmt.b32 a, $4, 0, 0x4140;
 prmt.b32 b, $4, 0, 0x4342;
 shr.u32 c, a, 4;
 shr.u32 d, b, 4;
-lop3.b32 a, a, 0x000F000F, 0x43084308, 0x6A;
-lop3.b32 b, b, 0x000F000F, 0x43084308, 0x6A;
-lop3.b32 c, c, 0x000F000F, 0x43084308, 0x6A;
-lop3.b32 d, d, 0x000F000F, 0x43084308, 0x6A;
-fma.rn.bf16x2 $0, a, one, off;
-fma.rn.bf16x2 $1, b, one, off;
-fma.rn.bf16x2 $2, c, one, off;
-fma.rn.bf16x2 $3, d, one, off;
-}
 """
+for _place, _held in enumerate("abcd"):
+    _INT4_ASM += f"lop3.b32 {_held}, {_held}, 0x000F000F, 0x43084308, 0x6A;"
+    _INT4_ASM += f"fma.rn.bf16x2 ${_place}, {_held}, one, off;"
+_INT4_ASM += "}"
 # E2M1: sign, exponent and mantissa moved to their places in bfloat16, whose exponent is larger by 126.
 _E2M1_PART = """
 shl.b32 s, {0}, {1};
@@ -54,13 +49,20 @@ prmt.b32 b, $4, 0, 0x4342;
 for _part in (("a", 12, 6, 0), ("b", 12, 6, 1), ("a", 8, 2, 2), ("b", 8, 2, 3)):
     _E2M1_ASM += _E2M1_PART.format(*_part)
 _E2M1_ASM += "}"
-# A code to float32: moved to bits 16 to 19 and its sign turned, it makes the number 128 + (code ^ 8).
-_WIDE_ASM = "{"
-for _place, _shift in enumerate(("shl.b32 {}, 16", "shl.b32 {}, 8", "mov.b32 {}", "shr.u32 {}, 8",
-                                 "shl.b32 {}, 12", "shl.b32 {}, 4", "shr.u32 {}, 4", "shr.u32 {}, 12")):  # fmt: skip
-    _WIDE_ASM += f"{_shift.format(f'${_place}, $8')}; lop3.b32 ${_place}, ${_place}, 0x000F0000, 0x43080000, 0x6A;"
-_WIDE_ASM += "}"
-INT4_ASM, E2M1_ASM, WIDE_ASM = tl.constexpr(_INT4_ASM), tl.constexpr(_E2M1_ASM), tl.constexpr(_WIDE_ASM)
+# INT4 to float32: a low code in bits 16 to 19, its sign turned, makes 128 + (code ^ 8), a high one in bits 12 to 15 and
+# with another exponent 2048 + (code ^ 8). Four registers have all eight where they are wanted.
+_WIDE_INT4_ASM = "{ .reg .b32 a, b, c; shf.l.wrap.b32 a, $8, $8, 16; shl.b32 b, $8, 8; shr.u32 c, $8, 8;"
+for _place, _held in enumerate(("a", "b", "$8", "c", "b", "$8", "c", "a")):
+    _bits = "0x000F0000, 0x43080000" if _place < 4 else "0x0000F000, 0x45008000"
+    _WIDE_INT4_ASM += f"lop3.b32 ${_place}, {_held}, {_bits}, 0x6A;"
+# E2M1 to float32 by way of float16, two codes at a time that lie four apart: numbers 2^14 times smaller.
+_WIDE_E2M1_ASM = "{ .reg .b32 s, t; .reg .b16 a, b;"
+for _place, (_one, _other) in enumerate(((0, 2), (4, 6), (1, 3), (5, 7))):
+    _WIDE_E2M1_ASM += f"shl.b32 s, $8, {12 - 4 * _place}; shf.l.wrap.b32 t, $8, $8, {(9 - 4 * _place) % 32};"
+    _WIDE_E2M1_ASM += "and.b32 t, t, 0x0E000E00; lop3.b32 t, s, 0x80008000, t, 0xEA; mov.b32 {a, b}, t;"
+    _WIDE_E2M1_ASM += f"cvt.f32.f16 ${_one}, a; cvt.f32.f16 ${_other}, b;"
+INT4_ASM, E2M1_ASM = tl.constexpr(_INT4_ASM), tl.constexpr(_E2M1_ASM)
+WIDE_INT4_ASM, WIDE_E2M1_ASM = tl.constexpr(_WIDE_INT4_ASM + "}"), tl.constexpr(_WIDE_E2M1_ASM + "}")
 
 
 @triton.jit
@@ -153,7 +155,7 @@ def product(
             held = tl.load(right + along[:, None])
         else:
             given = tl.load(left + at[None, :], mask=(at < k)[None, :], other=0.0)
-            held = tl.load(right + along[:, None], mask=(along < k // PACK)[:, None], other=0)
+            held = tl.load(right + along[:, None], mask=(along < k // PACK)[:, None], other=0.0)
         if FOUR != "none":
             even, odd = tl.split(tl.reshape(given, [BLOCK_M, BLOCK_K // 2, 2]))
             if FOUR == "e2m1":
@@ -234,22 +236,22 @@ def widen(
 @triton.jit(do_not_specialize=["width", "x_step", "rows", "blocks"])
 def encode(
     x, codes, scales, width: tl.int32, x_step: tl.int64, rows: tl.int64, blocks: tl.int32, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """A row in codes of E4M3, its largest magnitude the largest code, divided and rounded as the reference does.
 
     Its scale is written for each of `blocks` blocks, [blocks, rows]. A NaN, or an infinity, is one in the scale.
     """
-    row = tl.program_id(0).to(tl.int64)
+    row, width, x_step = tl.program_id(0).to(tl.int64), width * UNIT, x_step * UNIT
     lane = tl.arange(0, BLOCK)
     value = tl.load(x + row * x_step + lane, mask=lane < width, other=0.0).to(tl.float32)
-    peak = tl.max(tl.abs(value), 0)
-    scale = tl.where(peak == 0.0, 1.0, tl.maximum(tl.div_rn(peak, 448.0), 1.1754943508222875e-38))
-    scale = tl.where(tl.max((value != value).to(tl.int32), 0) > 0, float("nan"), scale)
-    if (scale > 5.4e-20) & (scale < 1.8e19):  # towards the quotient in two steps, after which it is the division's
+    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # in the order of magnitudes, an infinity and NaN at the end
+    peak = tl.max(bits, 0).to(tl.float32, bitcast=True)
+    scale = tl.maximum(tl.div_rn(peak, 448.0), 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
+    scale = tl.where(peak == 0.0, 1.0, scale)
+    if (scale > 5.4e-20) & (scale < 1.8e19):  # towards the quotient: for any two of bfloat16 the code is the division's
         inverse = tl.div_rn(1.0, scale)
         near = value * inverse
-        near = tl.fma(tl.fma(near, -scale, value), inverse, near)
         near = tl.fma(tl.fma(near, -scale, value), inverse, near)
     else:
         near = tl.div_rn(value, scale)

@@ -108,8 +108,9 @@ def product(
     n: tl.int32, k: tl.int32, x_m: tl.int64, w_e: tl.int64, w_n: tl.int64, w_k: tl.int64, top_k: tl.int32,
     alpha: tl.float32, limit: tl.float32,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
-    UNIT: tl.constexpr, ALONG_K: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, GATE: tl.constexpr,
-    LIMIT: tl.constexpr, FIRST: tl.constexpr, CODES: tl.constexpr, PER: tl.constexpr, ASM: tl.constexpr,
+    UNIT: tl.constexpr, N_UNIT: tl.constexpr, ALONG_K: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
+    GATE: tl.constexpr, LIMIT: tl.constexpr, FIRST: tl.constexpr, CODES: tl.constexpr, PER: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows times a tile of their expert's weight, [n, k] by its steps; program (tile, columns), columns next.
 
@@ -119,7 +120,7 @@ def product(
     ALONG_K: the weight's rows are contiguous; else its columns are. CODES: "bytes" with a scale for each PER of a row,
     0 for one a row, or "e2m1", two to a byte.
     """
-    w_e, x_m, k = w_e * UNIT, x_m * UNIT, k * UNIT
+    w_e, x_m, k, n = w_e * UNIT, x_m * UNIT, k * UNIT, n * N_UNIT
     if ALONG_K:
         w_n, w_k = w_n * UNIT, 1
     else:
@@ -158,7 +159,7 @@ def product(
                 held = tl.load(right)
             else:
                 given = tl.load(left, mask=(step * BLOCK_K + inner < k)[None, :], other=0.0)
-                held = tl.load(right, mask=(step * BLOCK_K + along * PACK < k)[:, None], other=0)
+                held = tl.load(right, mask=(step * BLOCK_K + along * PACK < k)[:, None], other=0.0)
             if CODES == "e2m1":
                 even, odd = tl.split(tl.reshape(given, [BLOCK_M, BLOCK_K // 2, 2]))
                 evens, odds = scaled_halves(held, scales, step, k, x.dtype.element_ty, ASM)
@@ -197,10 +198,10 @@ def product(
 @triton.jit(do_not_specialize=["width", "experts", "offset"])
 def combine(
     results, ids, shares, out, width: tl.int32, experts: tl.int32, offset: tl.int64, TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum over a token's slots; program (token, columns)."""
-    token = tl.program_id(0).to(tl.int64)
+    token, width = tl.program_id(0).to(tl.int64), width * UNIT
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     total = tl.zeros([BLOCK], dtype=tl.float32)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from layerzero_triton.kernels.activation import _gate
-from layerzero_triton.kernels.dequant import WIDE_ASM, halves, power_of_two
+from layerzero_triton.kernels.dequant import WIDE_E2M1_ASM, WIDE_INT4_ASM, halves, power_of_two
 
 
 @triton.jit(do_not_specialize=["n", "k", "w_step"])
@@ -28,29 +28,34 @@ def single(
     inside = row < n
     start = weight + row[:, None] * w_step
     other = start + n * w_step
-    total = tl.zeros([BLOCK_N], dtype=tl.float32)
-    acc = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_K // (1 if FOUR == "none" else 32)], dtype=tl.float32)
     gated = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     for begin in range(0, k, BLOCK_K):
         column = begin + tl.arange(0, BLOCK_K)
         if FOUR != "none":
             held = tl.load(start + (begin // 2 + tl.arange(0, BLOCK_K // 2))[None, :])
-            even, odd = tl.split(tl.reshape(tl.load(x + column).to(tl.float32), [BLOCK_K // 2, 2]))
-            block = begin // PER + tl.arange(0, BLOCK_K // PER)
+            pair = tl.load(x.to(tl.pointer_type(tl.int32), bitcast=True) + begin // 2 + tl.arange(0, BLOCK_K // 2))
+            even = pair.to(tl.int16).to(x.dtype.element_ty, bitcast=True).to(tl.float32)
+            odd = (pair >> 16).to(tl.int16).to(x.dtype.element_ty, bitcast=True).to(tl.float32)
+            block = (begin + 32 * tl.arange(0, BLOCK_K // 32)) // PER
             factor = tl.load(scale + row[:, None] * (k // PER) + block[None, :])
             if FOUR == "e2m1":
                 factor = power_of_two(factor, tl.float32)
-            if ASM and FOUR == "int4":  # each number is 136 too large
+            if ASM:
                 low, high = tl.inline_asm_elementwise(
-                    WIDE_ASM, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [held], (tl.int32, tl.int32), is_pure=True, pack=4
-                )
-                part = high.to(tl.float32, bitcast=True) * odd[None, :] - (136.0 * (even + odd))[None, :]
-                part += low.to(tl.float32, bitcast=True) * even[None, :]
+                    WIDE_INT4_ASM if FOUR == "int4" else WIDE_E2M1_ASM, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [held],
+                    (tl.int32, tl.int32), is_pure=True, pack=4,
+                )  # fmt: skip
+                low, high = low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True)
             else:
-                low, high = halves(held, tl.bfloat16, FOUR, ASM)
-                part = low.to(tl.float32) * even[None, :] + high.to(tl.float32) * odd[None, :]
-            sums = tl.sum(tl.reshape(part, [BLOCK_N, BLOCK_K // PER, PER // 2]), axis=2)
-            total += tl.sum(sums * factor, axis=1)
+                low, high = halves(held, tl.float32, FOUR, ASM)
+            part = high * odd[None, :]
+            if ASM and FOUR == "int4":  # low numbers are 136 too large, high ones 2056
+                part -= (136.0 * even + 2056.0 * odd)[None, :]
+            part += low * even[None, :]
+            # A thread holds 16 bytes: what it adds up has one scale, and threads meet after the loop alone.
+            sums = tl.sum(tl.reshape(part, [BLOCK_N, BLOCK_K // 32, 16]), axis=2)
+            acc += sums * (16384.0 if ASM and FOUR == "e2m1" else 1.0) * factor
         elif EVEN:
             values = tl.load(start + column[None, :])
             if GATED:
@@ -66,8 +71,7 @@ def single(
             acc += values.to(tl.float32) * given[None, :]
         if GATED:
             gated += ups.to(tl.float32) * given[None, :]
-    if FOUR == "none":
-        total = tl.sum(acc, axis=1)
+    total = tl.sum(acc, axis=1)
     if BIAS:
         total += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
     if KIND != "none":

@@ -116,15 +116,19 @@ def schemes_of(spec: KernelSpec, *, symmetric: bool = True) -> list[QuantScheme]
     return found
 
 
-def weight_given(spec: KernelSpec, scheme: QuantScheme | None = None) -> dict[str, Any]:
-    """What a case says of a weight; without a scheme it is the first that the kernel of `linear` declares, or none."""
+def weight_given(spec: KernelSpec, scheme: QuantScheme | None = None, **sizes: int) -> dict[str, Any]:
+    """What a case says of a weight; without a scheme it is the first that the kernel of `linear` declares, or none.
+
+    Sizes of an inner axis are made whole blocks, two or more.
+    """
     needs: tuple[str, ...] = ()
     if scheme is None:
         scheme = next(iter(schemes_of(spec)), None)
         if scheme is None or "unquantized" in spec.features:
             return {}
         needs = () if "weight_only" in spec.features else ("act_dynamic",)
-    return {
+    step = scheme.block_size or 1
+    return {name: size if name == "rows" else max(2, -(-size // step)) * step for name, size in sizes.items()} | {
         "quant_format": scheme.fmt.value,
         "granularity": scheme.granularity,
         "weight_layout": spec.weight_layout,
@@ -153,7 +157,7 @@ def quantized(calls: Calls, *features: str, suffix: str = "", symmetric: bool = 
     def _schemes(spec: KernelSpec) -> Labelled:
         for scheme in schemes_of(spec, symmetric=symmetric):
             if not act or scheme.fmt.value not in ("int4", "nf4"):
-                yield f"{_words(scheme)}{suffix}", {**weight_given(spec, scheme), **sizes}
+                yield f"{_words(scheme)}{suffix}", weight_given(spec, scheme, **sizes)
 
 
 def _words(scheme: QuantScheme) -> str:

@@ -86,8 +86,7 @@ def _widths(spec: KernelSpec) -> Labelled:
 # -- the experts -----------------------------------------------------------------------------------------
 # Small products: a CPU without bfloat16 instructions makes torch warn at larger ones.
 def _experts(spec: KernelSpec) -> dict[str, Any]:
-    given = weight_given(spec)
-    return {**first_activation(spec), **given, **({"hidden": 64, "inner": 32} if given else {})}
+    return {**first_activation(spec), **weight_given(spec, hidden=64, inner=32)}
 
 
 moe = Calls("moe", _experts, tokens=7, experts=6, top_k=3, hidden=40, inner=24)
