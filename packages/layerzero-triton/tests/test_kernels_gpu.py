@@ -394,6 +394,27 @@ def test_rows_in_fp8_are_the_codes_of_the_reference():
     assert torch.equal(there.scale, want.scale.cpu())  # a GPU's scales are a CPU's
 
 
+def test_every_number_of_bfloat16_under_every_peak_has_the_code_of_the_reference():
+    """128 significands of the peak by those of the number and 24 exponents below it: other pairs do not differ."""
+    import layerzero as lz
+    from layerzero_triton.linear import _encode
+
+    steps = 1 + torch.arange(128, device="cuda") / 128
+    below = torch.outer(2.0 ** -torch.arange(1, 25, device="cuda"), steps).view(1, -1)
+    codes, scales = torch.empty(128, 3073, dtype=torch.float8_e4m3fn, device="cuda"), torch.empty(1, 128, device="cuda")
+    for factor in (1.0, -(2.0**20), 2.0**100, 2.0**-100):  # the last two where quotients are divided for
+        x = (torch.cat([steps[:, None], below.expand(128, -1)], dim=1) * factor).to(torch.bfloat16)
+        want = lz.quantize(x, "fp8_e4m3", granularity="channel", backend="reference")
+        _encode((128, 1, 1), (x, codes, scales), (3073, 3073, 128, 1), (4096, 1, 1), 4)
+        assert torch.equal(codes.view(torch.uint8), want.data.view(torch.uint8)), factor
+        assert torch.equal(scales.view(-1), want.scale.view(-1))
+    x[0, 5], x[1, 5], x[2, :] = float("nan"), float("inf"), 0.0
+    want = lz.quantize(x[:3], "fp8_e4m3", granularity="channel", backend="reference")
+    _encode((3, 1, 1), (x, codes, scales), (3073, 3073, 128, 1), (4096, 1, 1), 4)
+    assert torch.equal(codes[:3].float().isnan(), want.data.float().isnan())
+    assert torch.equal(scales[0, :3].isnan(), want.scale.view(-1).isnan()) and scales[0, 2] == 1.0
+
+
 @pytest.mark.parametrize("fmt", ["mxfp4", "fp8_e4m3", "int8"])
 @pytest.mark.parametrize("tokens", [1, 7, 64, 300, 2000])
 def test_experts_of_codes(tokens, fmt):
