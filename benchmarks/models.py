@@ -55,7 +55,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models_decoding import Decoding, Graphed, shares
 from models_generate import ARCHITECTURES, WAYS, contestants_of, generate_case, log_probability_errors, made
 from models_overhead import overheads
-from timing import RESULTS, header, write_json
+from timing import RESULTS, header, turn, write_json
 
 import layerzero as lz
 
@@ -213,9 +213,7 @@ def run_generate(args: argparse.Namespace, path: Path) -> None:
     if not cuda:
         changes = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, **changes}
     found = about("models_generate", ways=ways, weights={}, figures={})
-    if args.add and path.exists():
-        keep_earlier(found, json.loads(path.read_text()))
-    figures: dict[str, Any] = found["figures"]
+    add = args.add
     for architecture, dtype in itertools.product(ARCHITECTURES, ["bfloat16"] if cuda else ["float32", "bfloat16"]):
         names = {
             batch: f"{architecture} B{batch}{'' if cuda else f' {dtype}'}" for batch in ((1, 24) if cuda else (1, 4))
@@ -229,15 +227,28 @@ def run_generate(args: argparse.Namespace, path: Path) -> None:
         for batch in wanted:
             ids = prompt(batch, args.prompt or (500 if cuda else 64), stock.config.vocab_size, args.device)
             try:
-                row = generate_case(contestants, ids, 128 if cuda else 32, timed, sync, args.seconds)
-                row["error of log-probabilities"] = log_probability_errors(stock, contestants, ids, 32)
+                apart: dict[str, float] = {}
+
+                texts = (stock, contestants, ids, 32)
+
+                def in_turn(calls: Any, *rest: Any, apart: Any = apart, texts: Any = texts) -> Any:
+                    if not apart:  # everything was called once by now
+                        apart.update(log_probability_errors(*texts))
+                        turn(args.turn)
+                    return timed(calls, *rest)
+
+                row = generate_case(contestants, ids, 128 if cuda else 32, in_turn, sync, args.seconds)
+                row["error of log-probabilities"] = apart
             except Exception:
                 row = {"failed": traceback.format_exc()[-1500:]}
-            figures[names[batch]] = row
+            if add and path.exists():
+                keep_earlier(found, json.loads(path.read_text()))
+            add = False
+            found["figures"][names[batch]] = row
             write_json(path, found)
             print(names[batch], row.get("times faster", row.get("failed")), row.get("tokens_per_s", ""), flush=True)
         if "graphs" in contestants:
-            figures[names[wanted[-1]]]["patched"] = str(lz.patched(contestants["graphs"][0]))
+            found["figures"][names[wanted[-1]]]["patched"] = str(lz.patched(contestants["graphs"][0]))
             write_json(path, found)
         del stock, contestants
         gc.collect()
@@ -252,7 +263,8 @@ def keep_earlier(found: dict[str, Any], earlier: dict[str, Any]) -> None:
 
     if measured(found) == measured(earlier):
         found["command"] = f"{earlier['command']}; {found['command']}"
-        found["weights"], found["figures"] = earlier["weights"], earlier["figures"]
+        for name in ("weights", "figures"):
+            found[name] = {**earlier[name], **found[name]}
 
 
 def run(args: argparse.Namespace, path: Path) -> None:
@@ -327,6 +339,7 @@ def main() -> None:
     parser.add_argument("--generate", action="store_true", help="whole calls of generate, for two architectures")
     parser.add_argument("--ways", default="", help=f"of --generate, parted by commas: {', '.join(WAYS)}")
     parser.add_argument("--add", action="store_true", help="of --generate: keep the file's figures of the same commit")
+    parser.add_argument("--turn", default="", help="of --generate: wait for FILE.go before timing (timing.turn)")
     parser.add_argument("--only", default="", help="cases whose names contain one of these words")
     args = parser.parse_args()
     args.context = args.context or (1024 if args.device == "cuda" else 256)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 from models_generate import ARCHITECTURES, made
-from timing import header, write_json
+from timing import header, turn, write_json
 
 import layerzero as lz
 
@@ -48,7 +48,7 @@ def batched(model: Any, given: list[list[int]], new: int) -> tuple[list[list[int
     return [item.generated_tokens for item in ordered], seconds
 
 
-def race(stock: Any, given: list[list[int]], new: int, rounds: int) -> dict[str, Any]:
+def race(stock: Any, given: list[list[int]], new: int, rounds: int, place: str) -> dict[str, Any]:
     """Seconds from request to last token, the contestants in turn; how many requests have the tokens of sdpa."""
     by_name = copy.deepcopy(stock)
     lz.enable_transformers()
@@ -59,6 +59,7 @@ def race(stock: Any, given: list[list[int]], new: int, rounds: int) -> dict[str,
         begin = time.perf_counter()
         tokens[name], _ = batched(model, given, new)
         print(f"{name}: first call {time.perf_counter() - begin:.1f} s", flush=True)
+    turn(place)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, model in contestants.items():
@@ -84,6 +85,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--deny", default="", help="kernels that may not run, globs parted by commas")
+    parser.add_argument("--turn", default="", help="wait for FILE.go before anything is timed (timing.turn)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.deny:
@@ -97,7 +99,7 @@ def main() -> None:
         **header(),
         "architecture": args.architecture, **changes, "device": args.device, "dtype": str(dtype),
         "transformers": transformers.__version__, "denied": args.deny,
-        **race(stock, given, args.new, args.rounds),
+        **race(stock, given, args.new, args.rounds, args.turn),
     }  # fmt: skip
     print(json.dumps(figures, indent=1))
     if args.json:

@@ -93,6 +93,11 @@ def training_section(name: str, data: dict[str, Any]) -> str:
         f"| {way} | {ms:.1f} ({data['speedup'][way]:.2f}×) | {data['peak_mib'][way]:,} | {data['loss'][way]:.4f} |"
         for way, ms in data["ms"].items()
     ]
+    rows += [  # in a process of its own, for its memory
+        f"| {way} | | {mib:,} | {data['loss'][way]:.4f} |"
+        for way, mib in data["peak_mib"].items()
+        if way not in data["ms"]
+    ]
     return "\n".join([
         f"## {name}: a training step", "",
         f"{_taken_on(data)} Forward and backward of a Llama of 1B, {data['batch']} texts of {data['length']} tokens, "

@@ -86,6 +86,14 @@ def header() -> dict[str, Any]:
     return {"commit": commit(), "command": command, "machine": machine()}
 
 
+def turn(path: str) -> None:
+    """Make PATH.ready and wait for PATH.go: several benchmarks compile side by side, and are timed in turn."""
+    if path:
+        Path(f"{path}.ready").touch()
+        while not Path(f"{path}.go").exists():
+            time.sleep(0.05)
+
+
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """Write whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import transformers
 from models_generate import made
-from timing import header, write_json
+from timing import header, turn, write_json
 
 import layerzero as lz
 
@@ -63,6 +63,25 @@ def contestants_of(stock: Any, names: list[str]) -> dict[str, Any]:
     return found
 
 
+def profiled(step: Callable[[], Any], steps: int = 3, most: int = 25) -> dict[str, Any]:
+    """Kernels of a step: µs on the device of all of them, and µs and launches of those that take the longest."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+    for event in seen.events() or ():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            own = found.setdefault(event.name[:100], [0.0, 0.0])
+            own[0] += event.self_device_time_total / steps
+            own[1] += 1 / steps
+    ordered = sorted(found.items(), key=lambda item: -item[1][0])[:most]
+    total = sum(us for us, _ in found.values())
+    return {"us": round(total), "longest": {name: [round(us, 1), round(n, 2)] for name, (us, n) in ordered}}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -71,6 +90,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--only", default="stock,patched,patched apart,liger")
+    parser.add_argument("--profile", action="store_true", help="kernels of a step, on a GPU")
+    parser.add_argument("--add", action="store_true", help="keep memory and loss of others in the file, of this commit")
+    parser.add_argument("--turn", default="", help="wait for FILE.go before anything is timed (timing.turn)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     lz.configure(jit="block")
@@ -99,6 +121,7 @@ def main() -> None:
     if "patched apart" in steps:
         x = torch.zeros(ids.numel(), 2048, dtype=stock.dtype, device=args.device, requires_grad=True)
         kernels["linear_cross_entropy"] = lz.which("linear_cross_entropy", x, stock.lm_head.weight, ids.flatten())
+    turn(args.turn)
     for _ in range(args.rounds):
         for name, step in steps.items():
             if cuda:
@@ -117,9 +140,22 @@ def main() -> None:
         "speedup": {name: round(middle["stock"] / ms, 3) for name, ms in middle.items() if "stock" in middle},
         "peak_mib": memory, "loss": losses, "kernels": kernels,
     }  # fmt: skip
+    earlier = json.loads(args.json.read_text()) if args.add and args.json.exists() else {}
+    if earlier.get("commit") == figures["commit"] and earlier["machine"]["gpu"] == figures["machine"]["gpu"]:
+        figures["command"] = f"{earlier['command']}; {figures['command']}"
+        for name in ("peak_mib", "loss"):
+            figures[name] = {**earlier[name], **figures[name]}
     print(json.dumps(figures, indent=1))
     if args.json:
         write_json(args.json, figures)
+    if args.profile and cuda:
+        for name, step in steps.items():
+            kernels[name] = profiled(step)
+            print(f"{name}: {kernels[name]['us']} us on the device")
+            for kernel, (us, launches) in kernels[name]["longest"].items():
+                print(f"  {us:10.1f} us {launches:6.1f}x {kernel}", flush=True)
+        if args.json:
+            write_json(args.json, figures)
 
 
 if __name__ == "__main__":

@@ -156,3 +156,39 @@ def test_a_compiled_training_step_reads_no_mask(monkeypatch: pytest.MonkeyPatch)
         given = {**dict(zip(words, node.args, strict=False)), **node.kwargs}
         assert given["is_causal"] is True, given
         assert given.get("attn_mask") is None and given.get("attn_bias") is None, given
+
+
+def derived(model: Any, ids: torch.Tensor) -> tuple[list[str], list[str]]:
+    """The ops of the forward and of the backward of a compiled training step, as a compiler gets them."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    graphs: list[list[str]] = []
+
+    def keep(graph: Any, given: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
+    torch._dynamo.reset()
+    torch.compile(lambda given: model(input_ids=given, labels=given).loss, fullgraph=True, backend=backend)(
+        ids
+    ).backward()
+    forward, backward = graphs
+    return forward, backward
+
+
+def test_a_compiled_training_step_turns_heads_as_the_model_does_by_tables_computed_once() -> None:
+    """Halves turned apart are put together in tensors of their own, which are copied around attention; and Inductor
+    takes cosines and sines anew in every loop that reads them, in each layer, forward and backward."""
+    layers = 2
+    model = zoo.made("llama", num_hidden_layers=layers).train()
+    ids = zoo.tokens(2, FILLED)
+    _, stock = derived(model, ids)
+    model.zero_grad()
+    forward, backward = derived(lz.patch(model), ids)
+    assert forward.count("layerzero_models.computed.default") == 2
+    assert not {"aten.cos.default", "aten.sin.default"} & set(backward) and "aten.sin.default" in stock
+    for op in ("aten.cat.default", "aten.clone.default", "aten.slice_backward.default"):
+        assert backward.count(op) <= stock.count(op), (op, backward.count(op), stock.count(op))
+    assert backward.count("aten.slice_backward.default") == 4 * layers + stock.count("aten.slice_backward.default") % 4

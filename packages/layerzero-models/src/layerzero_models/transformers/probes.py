@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerzero.model.rotary import rotated
+
 # (dtype of the input, dtype of the weight or table) -> dtype of the result, where the formula holds; others are missing
 Rules = dict[tuple[torch.dtype, torch.dtype], torch.dtype]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -64,7 +66,8 @@ def norm_of(module: Any, eps: float) -> tuple[str, Rules] | None:
         return None
     rules: Rules = {}
     for dtype in {weight.dtype, *DTYPES}:
-        twin = module if dtype is weight.dtype else _with_weight(module, weight.to(dtype))
+        twin = copy.copy(module)  # the module itself is not touched
+        vars(twin)["_parameters"] = {"weight": torch.nn.Parameter(weight.to(dtype), requires_grad=False)}
         for given in {weight.dtype, *DTYPES}:
             x = _draw(3, weight.shape[0], like=weight).to(given)
             try:
@@ -77,13 +80,6 @@ def norm_of(module: Any, eps: float) -> tuple[str, Rules] | None:
             if agree(got.to(roughest), formula(x, scales[op](twin.weight)).to(roughest)):
                 rules[given, dtype] = got.dtype
     return op, rules
-
-
-def _with_weight(module: Any, weight: Tensor) -> Any:
-    """The same module with another weight; the module itself is not touched."""
-    twin = copy.copy(module)
-    vars(twin)["_parameters"] = {"weight": torch.nn.Parameter(weight, requires_grad=False)}
-    return twin
 
 
 @torch.no_grad()
@@ -120,16 +116,10 @@ def rotates_halves(function: Callable[..., Any], device: torch.device) -> Rules:
             except Exception:
                 continue
             if isinstance(found, tuple) and len(found) == 2:
-                wants = [_turned(x, cos, sin).to(given) for x in (q, k)]
-                if all(agree(got, want) for got, want in zip(found, wants, strict=True)):
+                wants: Any = rotated(q, k, cos, sin, False, "BHSD", None, False)
+                if all(map(agree, found, wants)):
                     rules[given, dtype] = given
     return rules if (torch.float32, torch.float32) in rules else {}
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    half = torch.cat((-second, first), -1)
-    return x * cos[:, None] + half * sin[:, None]
 
 
 @torch.no_grad()

@@ -39,6 +39,11 @@ _deterministic = torch._C._get_deterministic_algorithms
 _compiling = torch.compiler.is_compiling
 _scope = scope.get
 _Odd = (AttributeError, TypeError, RuntimeError)  # not tensors, or tensors without strides
+_make: Any = torch.library.Library
+_library = _make("layerzero_models", "DEF")  # kept: an op lives as long as its Library
+_library.define("computed(Tensor table) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("computed", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("layerzero_models::computed", torch.empty_like, lib=_library)
 _numbers: dict[Any, int] = {}  # what is known of parameters -> a short number that stands for it in keys
 
 
@@ -154,6 +159,9 @@ _tables: tuple[Any, Any, Any] = (None, None, None)  # cos, sin and their number,
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """`lz.rope` in the form of transformers' `apply_rotary_pos_emb`."""
     global _tables
+    if _grad_enabled() and _compiling() and not torch.compiler._is_exporting_flag and not cos.requires_grad:
+        # One tensor of cosines and one of sines for all layers and their gradients: compilers take them anew in each.
+        cos, sin = torch.ops.layerzero_models.computed(cos), torch.ops.layerzero_models.computed(sin)
     layout = "BHSD" if unsqueeze_dim == 1 else "BSHD"
     if _c_rope is not None:
         return _c_rope(q, k, cos, sin, layout=layout)  # type: ignore[no-any-return]

@@ -196,13 +196,6 @@ def _placed(made: ast.stmt, at: ast.stmt) -> ast.stmt:
 
 
 # -- how the parts of a model stand to each other --------------------------------------------------------
-def _body_of(function: Any) -> list[ast.stmt]:
-    """The statements of a forward."""
-    definition = _parsed(_plain(function)).body[0]
-    assert isinstance(definition, ast.FunctionDef)
-    return definition.body
-
-
 def is_rms(module: Any) -> bool:
     """Whether a norm was patched, so that a sum before it can be taken in the same kernel."""
     return isinstance(getattr(module, parts.STATE, None), parts.Rms)
@@ -220,15 +213,19 @@ def stacks(model: nn.Module) -> Iterator[tuple[list[Any], Any]]:
     for owner in model.modules():
         for name, child in owner.named_children():
             if isinstance(child, nn.ModuleList) and len(child) and len({type(layer) for layer in child}) == 1:
-                yield list(child), _final_norm(owner, name)
+                # the norm of their result is the one RMSNorm directly beside them, if there is one
+                beside = [other for word, other in owner.named_children() if word != name and is_rms(other)]
+                yield list(child), beside[0] if len(beside) == 1 else None
 
 
 def first_norm(layer: Any) -> Any:
     """The norm a layer begins with, when the first thing its forward does with its input is that: else None."""
     try:
-        body = _body_of(type(layer).forward)
+        definition = _parsed(_plain(type(layer).forward)).body[0]
     except NotRewritable:
         return None
+    assert isinstance(definition, ast.FunctionDef)
+    body = definition.body
     if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):  # a docstring
         body = body[1:]
     match body[:2]:
@@ -244,9 +241,3 @@ def first_norm(layer: Any) -> Any:
             found = getattr(layer, norm, None)
             return found if is_rms(found) else None
     return None
-
-
-def _final_norm(owner: Any, name: str) -> Any:
-    """The norm an owner of layers takes of their result: the one RMSNorm directly beside them, if there is one."""
-    beside = [child for child_name, child in owner.named_children() if child_name != name and is_rms(child)]
-    return beside[0] if len(beside) == 1 else None

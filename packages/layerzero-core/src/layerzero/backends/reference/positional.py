@@ -37,15 +37,22 @@ def halves(x: Tensor, tables: Sequence[Tensor], half: int, full: bool) -> Tensor
     wide = torch.float64 if torch.float64 in (x.dtype, tables[0].dtype) else torch.float32
     cos, sin = (table.to(wide) for table in tables)
     turning = x if 2 * half == x.shape[-1] else x[..., : 2 * half]
-    one, two = (part.to(wide) for part in turning.chunk(2, dim=-1))
-    if full:
-        turned = (one * cos[..., :half] - two * sin[..., :half], two * cos[..., half:] + one * sin[..., half:])
+    if torch.compiler.is_compiling() and torch.is_grad_enabled() and x.requires_grad:
+        # As models write it, in their order: an element is computed once and not for either half, and a compiler makes
+        # one loop of it and of the copies around attention, forward and backward.
+        if not full:
+            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+        own = turning * cos
+        other = torch.cat((-turning[..., half:], turning[..., :half]), dim=-1) * sin
+        parts = [(own + other).to(x.dtype)]
     else:
-        turned = (one * cos - two * sin, two * cos + one * sin)
-    parts = [part.to(x.dtype) for part in turned]
+        one, two = (part.to(wide) for part in turning.chunk(2, dim=-1))
+        # tables of half the width serve both halves
+        turned = (one * cos[..., :half] - two * sin[..., :half], two * cos[..., -half:] + one * sin[..., -half:])
+        parts = [part.to(x.dtype) for part in turned]
     if 2 * half < x.shape[-1]:
         parts.append(x[..., 2 * half :])
-    return torch.cat(parts, dim=-1)
+    return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
 
 def xpos(
