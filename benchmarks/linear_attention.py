@@ -82,8 +82,19 @@ def delta(kind: str, batch: int, tokens: int, dtype: torch.dtype, device: str) -
             ways["fla"] = lambda: fla(q, k, v, g=g, beta=beta, **options)
         module = library("flashinfer.jit.gdn", "gen_gdn_prefill_sm90_module") if tokens > 1 and not kimi else None
         if module is not None and module().is_compiled:  # which takes minutes, and is not done here
-            flashinfer: Any = library("layerzero_linear_attention.flashinfer", kind)
-            ways["flashinfer"] = lambda: flashinfer(q, k, v, g, beta, state, None, None, True)
+            chunks: Any = library("flashinfer.gdn_prefill", "chunk_gated_delta_rule")
+            lengths: Any = library("layerzero_linear_attention.gpu", "l2norm")  # theirs takes none
+            offsets = torch.arange(0, batch * tokens + 1, tokens, device=device)
+            theirs = state.transpose(-1, -2).contiguous()
+            rest = {"initial_state": theirs, "output_final_state": True, "cu_seqlens": offsets}
+            ways["flashinfer"] = lambda: chunks(
+                lengths(q).flatten(0, 1),
+                lengths(k).flatten(0, 1),
+                v.flatten(0, 1),
+                g=g.flatten(0, 1).exp(),
+                beta=beta.flatten(0, 1).float(),
+                **rest,
+            )
     return ways
 
 
@@ -135,7 +146,7 @@ KINDS = {"gated_delta_rule": delta, "kimi_delta_attention": delta, "mamba2_scan"
 def seconds(function: Callable[[], Any], device: str) -> float:
     """One call's time."""
     if device == "cuda":
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = events()
         flushed().zero_()
         begin.record()
         function()
@@ -145,6 +156,12 @@ def seconds(function: Callable[[], Any], device: str) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
+
+
+@functools.cache
+def events() -> list[Any]:
+    """A pair of them; making one takes the host longer than a step takes the GPU, which would wait meanwhile."""
+    return [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
 
 @functools.cache
