@@ -50,7 +50,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 OPTIONS = {"max_model_len": 2048, "max_num_seqs": 64, "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.1}
 OPTIONS |= {"kv_cache_memory_bytes": 6 << 30, "enable_flashinfer_autotune": False}
-CASES = {"decode B1": (1, 128, 128), "decode B64": (64, 128, 128), "prefill": (8, 1024, 1)}
+CASES = {"decode B1": (1, 128, 64), "decode B64": (64, 128, 64), "prefill": (8, 1024, 1)}
 DEVICE = "cuda"
 FURTHER = 1.1  # of the rms of the further of vLLM's backends: two of one kind differ by a few per cent
 LEAST, MEAN = 0.98, 1.0  # tokens a second over the best of vLLM's: the low end of each case's interval, and the mean
@@ -250,12 +250,12 @@ def timed(engines: dict[str, Any], vocabulary: int, until: float) -> Iterator[di
     draw, names = random.Random(1), list(engines)
     seconds: dict[str, dict[str, list[float]]] = {case: {name: [] for name in names} for case in CASES}
     turn = 0
-    while time.time() < until or turn < 4:
+    while time.time() < until or turn < 3:
         for case, (count, length, new) in CASES.items():
             prompts = [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 taken = engines[name].generate(prompts, new)["seconds"]
-                if turn > 1:  # two rounds warm up
+                if turn:  # the first one warms up
                     seconds[case][name].append(taken)
         turn += 1
     for case, (count, length, new) in CASES.items():
@@ -276,24 +276,33 @@ def rates(given: argparse.Namespace) -> None:
     folders = {shape: config_of(shape, given.models) for shape in given.shape}
     began = time.time()
 
-    def start(shape: str, name: str) -> Any:
+    names = [*given.stock, "layerzero"]
+    engines_of = {shape: {name: base.Engine.__new__(base.Engine) for name in names} for shape in folders}
+
+    def start(shape: str, name: str) -> None:
         options = {**OPTIONS, "load_format": "dummy", "attention_backend": "CUSTOM" if name == "layerzero" else name}
         # engines that start together do not share what vLLM compiles
         env = {"LAYERZERO_VLLM_REPORTS": str(given.models / "reports" / shape), "VLLM_DISABLE_COMPILE_CACHE": "1"}
-        mode = "on" if name == "layerzero" else "off"
-        engine = base.Engine(folders[shape], "bfloat16", mode, options, env)
+        engine = engines_of[shape][name]
+        engine.__init__(folders[shape], "bfloat16", "on" if name == "layerzero" else "off", options, env)
         report.say(f"{shape} {name}: started in {engine.start_s:.1f} s")
-        return engine
 
-    names = [*given.stock, "layerzero"]
     with concurrent.futures.ThreadPoolExecutor(len(names) * len(folders)) as pool:
-        begun = {shape: {name: pool.submit(start, shape, name) for name in names} for shape in folders}
-        started = {shape: {name: one.result() for name, one in found.items()} for shape, found in begun.items()}
+        begun = {(shape, name): pool.submit(start, shape, name) for shape in folders for name in names}
+        concurrent.futures.wait(begun.values(), timeout=given.start_by)
+        for (shape, name), one in begun.items():
+            if not one.done():
+                engines_of[shape][name].process.kill()
+    for (shape, name), one in begun.items():
+        if one.exception() is not None:
+            report.say(f"{shape} {name} is left out: {one.exception()!r}")
+            del engines_of[shape][name]
+    started = {shape: found for shape, found in engines_of.items() if len(found) > 1 and "layerzero" in found}
     report.say(f"all started after {time.time() - began:.0f} s")
     for shape, engines in started.items():
         row: dict[str, Any] = {"model": shape, "dtype": "bfloat16", "sizes": SHAPES[shape][1]}
         row |= {"start_s": round(engines["layerzero"].start_s, 1)}
-        row |= {"stock_start_s": round(min(engines[name].start_s for name in given.stock), 1)}
+        row |= {"stock_start_s": round(min(engines[name].start_s for name in engines if name != "layerzero"), 1)}
         row["cases"] = list(timed(engines, SHAPES[shape][1]["vocab_size"], time.time() + given.seconds))
         told = workers(given.models / "reports" / shape)
         row["chosen"] = [
@@ -307,7 +316,7 @@ def rates(given: argparse.Namespace) -> None:
         report.data["figures"]["geometric mean"] = {"value": mean, "at_least": MEAN}
         report.add(row)
         report.keep(told)
-    for engines in started.values():
+    for engines in engines_of.values():
         for engine in engines.values():
             engine.close()
 
@@ -355,6 +364,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=("llama-1b",))
     parser.add_argument("--stock", nargs="+", default=("FLASH_ATTN",), help="vLLM's backends to compare with")
+    parser.add_argument("--start-by", type=float, help="seconds after which engines that are not ready are left out")
     parser.add_argument("--seconds", type=float, default=40.0, help="of rounds for each shape")
     given = parser.parse_args()
     {"answers": answers, "rates": rates, "checkpoints": checkpoints, "classes": classes}[given.what](given)

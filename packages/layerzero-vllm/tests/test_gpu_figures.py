@@ -86,7 +86,7 @@ def test_ours_is_timed_over_the_quickest_of_vllms_backends():
     rows = {row["case"]: row for row in bench.timed(engines, 100, until=0.0)}
     assert list(rows) == list(bench.CASES)
     row = rows["decode B64"]
-    assert (row["stock"], row["stock_tokens_s"], row["tokens_s"]) == ("TRITON_ATTN", 1280.0, 1024.0)
+    assert (row["stock"], row["stock_tokens_s"], row["tokens_s"]) == ("TRITON_ATTN", 640.0, 512.0)
     assert (row["times"], row["low"], row["high"], row["rounds"]) == (0.8, 0.8, 0.8, 2)
     assert rows["prefill"]["tokens_s"] == 8192.0  # of the prompt
 
@@ -119,7 +119,7 @@ def test_the_page_tells_of_answers_rates_and_vllms_own_tests():
     said = section(
         "here", {**gpu, "models": [model], "engine": {"max_num_batched_tokens": 8192}, "geometric_mean": 1.0}
     )
-    assert "| decode B1, 1 × 128 + 128 | 1280 | 1280 (FLASH_ATTN) | 1.000 | 1.000 to 1.000 | 60.0 | 58.0 |" in said
+    assert "| decode B1, 1 × 128 + 64 | 640 | 640 (FLASH_ATTN) | 1.000 | 1.000 to 1.000 | 60.0 | 58.0 |" in said
 
     tests = [
         {"test": "a", "outcome": "passed", "ours": {"sdpa.paged_attention.gather": 1}},
@@ -144,7 +144,7 @@ def test_a_folder_that_is_no_checkout_of_vllm_is_refused_before_anything_is_impo
 
 def test_a_run_of_vllms_tests_counts_outcomes_and_kernels_by_test(tmp_path):
     kept = script("tools/vllm_backends.py")
-    run = kept.Extended(["FLASH_ATTN"])
+    run = kept.Extended(["FLASH_ATTN"], {"commit": "abc"}, tmp_path / "report.json")
     test = tmp_path / "test_two.py"
     test.write_text(
         "import kernels\ndef test_ours():\n    kernels.run['sdpa'] += 1\ndef test_none():\n    assert False\n"
@@ -160,4 +160,7 @@ def test_a_run_of_vllms_tests_counts_outcomes_and_kernels_by_test(tmp_path):
         ("test_ours", "passed", {"sdpa": 1}),
         ("test_none", "failed", {}),
     ]
-    assert "assert False" in json.dumps(run.rows[1])
+    told = json.loads((tmp_path / "report.json").read_text())
+    assert (told["commit"], told["outcomes"], told["with_our_kernels"]) == ("abc", {"passed": 1, "failed": 1}, 1)
+    assert told["figures"] == {"tests that failed": {"value": 1, "at_most": 0}}
+    assert "assert False" in told["tests"][1]["why"]
