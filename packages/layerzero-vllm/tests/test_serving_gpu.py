@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,13 +29,14 @@ sampling = SamplingParams(temperature=0, detokenize=False, ignore_eos=True, max_
 prompts = harness["mixed_prompts"](40, harness["SMALL"]["vocab_size"])
 found = engine.generate([TokensPrompt(prompt_token_ids=one) for one in prompts], sampling, use_tqdm=False)
 best = [max(item.logprob for item in one.outputs[0].logprobs[0].values()) for one in found]
-Path(sys.argv[4]).write_text(json.dumps(best))
+layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+Path(sys.argv[4]).write_text(json.dumps([best, sorted({type(layer.impl).__name__ for layer in layers})]))
 """
 
 
-def best_logprobs(tmp_path: Path, backend: str, mode: str) -> list[float]:
-    """Of the first token of each prompt: what the prompts' attention gives."""
-    out = tmp_path / f"{backend}.json"
+def served(tmp_path: Path, backend: str, mode: str, choice: str = "layerzero") -> tuple[list[float], list[str]]:
+    """Best log-probabilities of each prompt's first token, which its attention gives; the classes of the layers."""
+    out = tmp_path / f"{backend}-{choice}.json"
     words = [
         sys.executable,
         "-P",
@@ -45,17 +47,40 @@ def best_logprobs(tmp_path: Path, backend: str, mode: str) -> list[float]:
         backend,
         str(out),
     ]
-    env = {"LAYERZERO_VLLM": mode, "LAYERZERO_VLLM_CHOICE": "layerzero", "LAYERZERO_VLLM_REPORTS": str(tmp_path)}
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the layers are looked at
+    env |= {"LAYERZERO_VLLM": mode, "LAYERZERO_VLLM_CHOICE": choice, "LAYERZERO_VLLM_REPORTS": str(tmp_path / choice)}
     subprocess.run(words, check=True, env={**os.environ, **env})
-    found: list[float] = json.loads(out.read_text())
-    return found
+    best, classes = json.loads(out.read_text())
+    return best, classes
 
 
-def test_prompts_give_the_log_probabilities_of_flash_attn_and_the_report_names_our_kernel(tmp_path):
-    stock = best_logprobs(tmp_path, "FLASH_ATTN", "off")
-    ours = best_logprobs(tmp_path, "CUSTOM", "on")
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory) -> list[float]:
+    """Of vLLM's own backend."""
+    best, classes = served(tmp_path_factory.mktemp("stock"), "FLASH_ATTN", "off")
+    assert classes == ["FlashAttentionImpl"]
+    return best
+
+
+def report(folder: Path) -> dict[str, Any]:
+    """Of the only worker."""
+    (told,) = (json.loads(file.read_text()) for file in folder.glob("worker-*.json"))
+    return told
+
+
+def test_prompts_give_the_log_probabilities_of_flash_attn_and_the_report_names_our_kernel(stock, tmp_path):
+    ours, classes = served(tmp_path, "CUSTOM", "on")
     assert max(abs(one - other) for one, other in zip(stock, ours, strict=True)) < 0.1  # bfloat16
-    (told,) = (json.loads(file.read_text()) for file in tmp_path.glob("worker-*.json"))
+    told = report(tmp_path / "layerzero")
     winners = {one["phase"].split(" B")[0]: one["winner"] for one in told["choices"]}
     assert winners == {"decode": "vllm", "prefill": "layerzero", "chunked prefill": "layerzero"}
     assert told["breakers"] == {}
+    assert classes == ["CudaImpl"]
+
+
+def test_where_vllm_is_chosen_its_own_classes_serve(stock, tmp_path):
+    theirs, classes = served(tmp_path, "CUSTOM", "on", choice="vllm")
+    assert max(abs(one - other) for one, other in zip(stock, theirs, strict=True)) < 0.1  # bfloat16
+    told = report(tmp_path / "vllm")
+    assert {one["winner"] for one in told["choices"]} == {"vllm"}
+    assert classes == ["FlashAttentionImpl"]
