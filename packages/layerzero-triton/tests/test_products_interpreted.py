@@ -186,7 +186,8 @@ def experts_case(name, tokens=7, experts=6, hidden=40, inner=24, dtype=F32, gate
         ids[:1] = -1 if offset else 2  # a token of no expert, or one that names an expert three times
         limit, interleaved = given.get("limit"), given.get("interleaved", False)
         args = (x, first, second, torch.rand(tokens, 3), ids, activation, offset, *biases, 1.702, limit, interleaved)
-        got = moe(*args, config=ExpertsConfig(16, (32, 32, 4, 1), (16, 32 if "fmt" in given else 16, 4, 1)))
+        tiles = (32, 32, 4, 1), (16, 32 if "fmt" in given else 16, 4, 1)
+        got = moe(*args, config=ExpertsConfig(given.get("height", 16), *tiles))
         return differs("moe", got, truth(*args), dtype)
 
 
@@ -194,6 +195,7 @@ experts_case("gated")
 experts_case("ungated, of other ranks", gated=False, activation="relu", foreign=True, dtype=F16)
 experts_case("of gpt-oss", activation="swigluoai", bias=True, limit=0.5, interleaved=True, transposed=True)
 experts_case("of many tokens", tokens=100, experts=5, hidden=32, inner=16, foreign=True)
+experts_case("of high tiles, some at most half full", tokens=200, experts=4, hidden=32, height=128, interleaved=True)
 experts_case("without tokens", tokens=0)
 experts_case("in MXFP4", hidden=96, inner=64, fmt="mxfp4", scales={}, size=0.05)
 of_gpt_oss = {"activation": "swigluoai", "bias": True, "limit": 0.5, "interleaved": True}
