@@ -4,11 +4,11 @@
 
 On a GPU each way is a graph that is replayed, so that the host's part is not in the figures; the ways take turns. On a
 CPU the calls themselves take turns. Weights that fit the cache are several, used one after the other. What the choice
-needs is compiled first; Triton's kernel is a way of its own where it runs the call, chosen or not, and every result is
-held against the reference's with the tolerance of the op. Of a quantized weight the baseline is its bfloat16 original,
-of experts on a GPU `torch.moe.grouped`, on a CPU the loop over experts that a model in eager mode runs. Latent
-attention is held against what the device could do at best, decode with sinks against the same without. `goal` is what
-a figure has to reach.
+needs is compiled first, with LAYERZERO_DENY=flashinfer nothing of FlashInfer, which can take minutes. Triton's kernel
+is a way of its own where it runs the call, chosen or not, and every result is held against the reference's with the
+tolerance of the op. Of a quantized weight the baseline is its bfloat16 original, of experts on a GPU
+`torch.moe.grouped`, on a CPU the loop over experts that a model in eager mode runs. Latent attention is held against
+what the device could do at best, decode with sinks against the same without. `goal` is what a figure has to reach.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -135,7 +136,8 @@ def compiled(op: str, *args: Any, **options: Any) -> str:
     """The kernel that is chosen for a call, once everything it may run is compiled."""
     if torch.cuda.is_available():
         context = lz.select(op, *args, **options).context
-        lz.warmup([context], kernels=("triton.*", f"flashinfer.{op}.[!p]*"), background=False)  # none for prefill
+        vendors = () if "flashinfer" in os.environ.get("LAYERZERO_DENY", "") else (f"flashinfer.{op}.[!p]*",)
+        lz.warmup([context], kernels=("triton.*", *vendors), background=False)  # none for prefill
     return lz.which(op, *args, **options)
 
 
@@ -300,6 +302,8 @@ def main() -> None:
         "sinks": lambda: sinks(device),
     }
     command = "python benchmarks/experts.py " + " ".join(sys.argv[1:])
+    if denied := os.environ.get("LAYERZERO_DENY"):
+        command = f"LAYERZERO_DENY={denied} {command}"
     report = {"commit": commit(), "command": command, "machine": machine(), "geomean": {}, "cases": cases}
     place = given.json or RESULTS / given.machine / "experts.json"
     with torch.inference_mode():
