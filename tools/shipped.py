@@ -3,10 +3,12 @@
     python -m tools.shipped [FILE …]             write them into the packages; default: results/*/factory.jsonl
     python -m tools.shipped --check [FILE …]     exit code 1 where one of them is not what would be written
     python -m tools.shipped --left-out [FILE …]  how well calls are told from the others, left out one by one
+    python -m tools.shipped --raced UNTUNED.json FILE  add to FILE what a run of `benchmarks/untuned.py` has raced
 
 Kernels that were wrong, raised or are not registered have no time and do not ship; the reference does not either, nor
 do calls that were timed while other programs used more than a tenth of the cores. What --left-out finds is kept beside
-each FILE as left_out.json: the error of expected times, and of choices made by them.
+each FILE as left_out.json: the error of expected times, and of choices made by them. Runs of untuned.py draw with a new
+seed each time, so that what an earlier one has measured may ship; its calls bear their seed.
 """
 
 from __future__ import annotations
@@ -23,13 +25,15 @@ from typing import Any
 
 from layerzero.measurements.between import FARTHEST, Kind, Point
 from layerzero.measurements.shipped import SCHEMA_VERSION, together
+from layerzero.model.context import Context
+from layerzero.model.proof import kind_of
 from layerzero.registry.proofs import beside, sealed
 from layerzero.runtime.state import state
 from layerzero_cli.calls import context
 from tools.requirements_doc import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from drawing import drawn
+from drawing import Drawn, drawn
 from factory import SEED
 
 __all__ = ["documents", "left_out", "main", "records", "rendered"]
@@ -48,14 +52,64 @@ def records(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if right and not found:
         raise SystemExit(f"{file}: other programs used the machine at every one of {len(right)} calls: take them anew")
     device, costs = "cpu" if header["family"].startswith("cpu") else "cuda", {}
-    for call in itertools.islice(drawn(SEED, device), _MOST):
-        if call.name in found and len(costs) < len(found):
-            ctx = context(call.op, {**call.options, "device": "cpu" if device == "cpu" else "h200"})
-            costs[call.name] = tuple(state.world.ops[call.op].cost(ctx))
+    for seed in dict.fromkeys(item.get("seed", SEED) for item in found.values()):
+        left = {name for name, item in found.items() if item.get("seed", SEED) == seed}
+        for call in itertools.islice(drawn(seed, device), _MOST):
+            if call.name in left:
+                costs[call.name] = tuple(state.world.ops[call.op].cost(_described(call)))
+                left.remove(call.name)
+            if not left:
+                break
     missing = sorted(found.keys() - costs.keys())
     if missing:
         raise SystemExit(f"{file}: {missing[0]} is no call that benchmarks/factory.py draws")
     return header, [{**item, "cost": costs[name]} for name, item in found.items()]
+
+
+def _described(call: Drawn) -> Context:
+    """A drawn call on the device it was drawn for, which need not be here."""
+    device = call.options["device"]
+    return context(call.op, {**call.options, "device": "h200" if device == "cuda" else device})
+
+
+def raced(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The calls of a run of `benchmarks/untuned.py` as `benchmarks/factory.py` would have written them."""
+    calls = {call.name: call for call in itertools.islice(drawn(data["seed"], data["device"]), data["asked"])}
+    found = []
+    for item in data["records"]:
+        kernels = item["kernels"]
+        line = {
+            "op": item["op"], "kind": kind_of(_described(calls[item["name"]])), "mode": "eager", "sizes": item["sizes"],
+            "base": item["torch"].get("us"), "times": _times(kernels),
+            "errors": {name: kernels[name].get("error") for name in _times(kernels)},
+            "refused": {name: entry["why"] for name, entry in kernels.items() if entry.get("why")},
+            "busy": item["busy"],
+        }  # fmt: skip
+        if "graph" in item and item["graph"]["torch"].get("us"):
+            line["graph"] = {"base": item["graph"]["torch"]["us"], "times": _times(item["graph"]["kernels"])}
+        found.append({**line, "stage": "taken", "name": item["name"], "seed": data["seed"]})
+    return found
+
+
+def _times(kernels: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Without kernels that have one schedule for any batch: too few of their times are known to tell others from."""
+    return {name: entry["us"] for name, entry in kernels.items() if "us" in entry and not name.endswith(".fixed")}
+
+
+def _add(run: Path, file: Path) -> int:
+    """Add a run to a file of the factory; what it has already is not added again."""
+    header, *lines = file.read_text(encoding="utf-8").splitlines()
+    data, told = json.loads(run.read_text(encoding="utf-8")), json.loads(header)
+    if told["device"] != data["machine"]["gpu"] or told["versions"]["torch"] != data["machine"]["torch"]:
+        raise SystemExit(f"{run} is of {data['machine']}, {file} of {told['device']} and {told['versions']}")
+    known = {json.loads(line)["name"] for line in lines}
+    new = [item for item in raced(data) if item["name"] not in known]
+    if new:
+        told["commit"] += f", {data['commit']} (seed {data['seed']})"
+    text = [json.dumps(told, ensure_ascii=False), *lines, *(json.dumps(item, ensure_ascii=False) for item in new)]
+    file.write_text("\n".join(text) + "\n", "utf-8")
+    print(f"{len(new)} calls of {run} added to {file}")
+    return 0
 
 
 def documents(taken: Sequence[tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]) -> dict[str, dict[str, Any]]:
@@ -215,8 +269,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--left-out", action="store_true")
+    parser.add_argument("--raced", type=Path, metavar="UNTUNED.json")
     parser.add_argument("--out", type=Path, help="a folder to write BACKEND.measurements.json to, not the packages")
     given = parser.parse_args(argv)
+    if given.raced is not None:
+        return _add(given.raced, *given.files)
     files = given.files or sorted((ROOT / "benchmarks" / "results").glob("*/factory.jsonl"))
     taken = [records(file) for file in files]
     if given.left_out:

@@ -104,6 +104,33 @@ def test_launches_in_place_of_replays_and_disturbed_calls_do_not_ship(tmp_path):
         records(file)
 
 
+def test_what_a_run_with_another_seed_raced_ships_once_with_its_own_cost(tmp_path):
+    call = next(call for call in drawn(11, "cuda") if call.op == "rms_norm")
+    sizes = dict(zip(("rows", "hidden"), call.options["shape"], strict=True))
+    kernels = {"triton.rms_norm.rows": {"us": 5.0, "error": 1e-4}, "liger.rms_norm.triton": {"why": "wrong: 3.0"}}
+    graph = {"torch": {"us": 4.0}, "kernels": {"triton.rms_norm.rows": {"us": 2.0}}}
+    record = {"name": call.name, "op": call.op, "sizes": sizes, "torch": {"us": 10.0}, "kernels": kernels, "busy": 0.0}
+    machine = {"gpu": "Abacus", "torch": "2.11.0"}
+    data = {"seed": 11, "device": "cuda", "asked": 60, "commit": "0123abc", "machine": machine,
+            "records": [{**record, "graph": graph}]}  # fmt: skip
+    header = {"family": "sm90", "device": "Abacus", "commit": "4567def", "versions": {"torch": "2.11.0"}}
+    run, file = tmp_path / "untuned.json", tmp_path / "factory.jsonl"
+    run.write_text(json.dumps(data))
+    file.write_text(json.dumps(header) + "\n")
+    assert main(["--raced", str(run), str(file)]) == main(["--raced", str(run), str(file)]) == 0
+    told, (found,) = records(file)
+    assert told["commit"] == "4567def, 0123abc (seed 11)" and found["seed"] == 11 and found["base"] == 10.0
+    assert found["kind"] == call.options["dtype"] and found["times"] == {"triton.rms_norm.rows": 5.0}
+    assert found["refused"] == {"liger.rms_norm.triton": "wrong: 3.0"} and found["graph"]["times"] == {
+        "triton.rms_norm.rows": 2.0
+    }
+    described = context(call.op, {**call.options, "device": "h200"})
+    assert found["cost"] == tuple(state.world.ops["rms_norm"].cost(described))
+    run.write_text(json.dumps({**data, "machine": {**machine, "gpu": "Soroban"}}))
+    with pytest.raises(SystemExit, match="Soroban"):
+        main(["--raced", str(run), str(file)])
+
+
 def test_the_files_in_the_packages_are_what_the_kept_measurements_say():
     assert main(["--check"]) == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -231,10 +232,24 @@ def test_a_kind_of_attention_that_was_hardly_measured_is_told_from_kinds_like_it
     }  # fmt: skip
 
 
+def test_attention_is_near_where_as_many_heads_run_side_by_side_and_far_from_a_decode_step():
+    axes = ("batch", "num_heads", "num_kv_heads", "seq_len_q", "seq_len_k", "head_dim", "head_dim_v")
+    near, step = (1, 32, 8, 64, 64, 128, 128), (8, 4, 1, 1, 64, 128, 128)
+    points = [Point(sizes, "float16", 1e6, 1e6, 20.0, {"k": ratio}) for sizes, ratio in ((near, 0.5), (step, 3.0))]
+    kind = Kind(points, axes)
+    for sizes, ratio in (((8, 4, 1, 64, 64, 128, 128), 0.5), ((1, 32, 8, 1, 64, 128, 128), 3.0)):
+        (found,) = kind.estimates(["k"], sizes, "float16", (1e6, 1e6)).values()
+        assert found.octaves == 0.0 and found.ratio == pytest.approx(ratio, rel=0.05)
+    (found,) = kind.estimates(["k"], (8, 4, 1, 2, 64, 128, 128), "float16", (1e6, 1e6)).values()
+    assert found.octaves == pytest.approx(math.hypot(1.0, 4.0)) and found.nearest.sizes == step
+
+
 def test_enough_calls_of_a_kind_speak_for_themselves():
     gqa, causal = frozenset({"gqa"}), frozenset({"gqa", "causal_top_left"})
-    for device, own in (("cpu", {"float32 gqa"}), ("cuda", {"float32 gqa", "float32"})):
-        assert together("attention", "float32", gqa, device, {"float32 gqa": FEW}) == dict.fromkeys(own, 0.0)
+    for device, own in (("cpu", {"float32 gqa": 0.0}), ("cuda", {"float32 gqa": 0.0, "float32": 4.0})):
+        assert together("attention", "float32", gqa, device, {"float32 gqa": FEW}) == own
+    halves = together("attention", "float16", gqa, "cuda", {"float16 gqa": FEW})
+    assert halves == dict.fromkeys(("float16", "bfloat16", "float16 gqa", "bfloat16 gqa"), 0.0)
     few = together("attention", "float32", causal, "cuda", {"float32 causal_top_left": 2})
     assert min(few, key=lambda kind: few[kind]) == "float32 causal_top_left gqa" and len(few) == 4
     assert few["float32 gqa"] < few["float32 causal_top_left"] < few["float32"], "who differs in more is farther away"

@@ -19,7 +19,8 @@ FARTHEST = 5.0
 _NEIGHBOURS = 4
 _SOFTENING = 0.25  # octaves: a call measured twice is not believed absolutely
 _OTHER_DTYPE = 1.0  # octaves between float16 and bfloat16
-_SIDE_BY_SIDE = {"batch", "num_kv_heads", "num_heads", "seq_len_k"}
+_ONE_QUERY = 4.0  # octaves between a decode step and a call with more queries
+_SIDE_BY_SIDE = {"batch", "num_kv_heads", "num_heads", "seq_len_q", "seq_len_k"}
 _RELATIVE = (("num_heads", "num_kv_heads"), ("head_dim_v", "head_dim"), ("tokens", "batch"))
 _REACHED = 0.9  # the quantile of measured rates that counts as reached; one lucky call does not
 
@@ -50,13 +51,14 @@ class Estimate(NamedTuple):
 
 def _place(axes: Sequence[str], sizes: Sequence[int]) -> tuple[float, ...]:
     """Sizes on the scale that distances are measured on. Kernels of attention run the heads of all sequences side by
-    side, so these count together; sizes that usually follow from another by what they differ from it."""
+    side, so these count together; sizes that follow from others by what they differ; decode steps are far away."""
     logs = {axis: math.log2(max(size, 1)) for axis, size in zip(axes, sizes, strict=True)}
     if logs.keys() >= _SIDE_BY_SIDE:
         for axis, other in _RELATIVE:
             if axis in logs:
                 logs[axis] -= logs[other]
         logs["batch"] += logs.pop("num_kv_heads")
+        logs["steps"] = _ONE_QUERY * (logs["seq_len_q"] == 0.0)
     return tuple(logs.values())
 
 

@@ -54,7 +54,7 @@ _BUSY = 0.1  # share of the cores that others used
 _HALVES = frozenset({"float16", "bfloat16"})
 _GQA, _CAUSAL, _ATTENTION = "gqa", "causal_top_left", "attention"
 # Octaves between calls with such a word and those without it, where too few of the same kind were measured.
-_LIKE, FEW = {_GQA: 2.0, _CAUSAL: 1.0}, 8
+_LIKE, FEW, _GQA_IN_FLOAT32 = {_GQA: 2.0, _CAUSAL: 1.0}, 8, 4.0
 SHORT_US = 50.0
 """Calls that torch's own code takes less for are measured in graphs too."""
 Kinds = Mapping[tuple[str, str], tuple[tuple[str, ...], tuple[Point, ...]]]
@@ -209,9 +209,9 @@ def _cost(op: Any, ctx: Context) -> tuple[float, float]:
 def together(op: str, dtype: str, words: frozenset[str], device: str, measured: Mapping[str, int]) -> dict[str, float]:
     """Kinds whose calls are interpolated together, and how many octaves away the others lie.
 
-    On accelerators the two half precisions are one, and of attention GQA is seen in the sizes alone; torch's paged
-    attention copies the heads, there the two have little in common. Attention of which few calls were `measured` is
-    told from kinds like it, too.
+    On accelerators the two half precisions are one, and of attention in them GQA is seen in the sizes alone; in float32
+    and for pages torch's own code is another one for GQA. Attention of which few calls were `measured` is told from
+    kinds like it, too.
     """
     dtypes = _HALVES if dtype in _HALVES and device != "cpu" else (dtype,)
 
@@ -222,7 +222,7 @@ def together(op: str, dtype: str, words: frozenset[str], device: str, measured: 
     if op != _ATTENTION:
         return own
     if sum(measured.get(kind, 0) for kind in own) >= FEW:
-        return own if device == "cpu" else {**own, **kinds(words ^ {_GQA})}
+        return own if device == "cpu" else own | kinds(words ^ {_GQA}, 0.0 if dtype in _HALVES else _GQA_IN_FLOAT32)
     for swapped in ({_GQA}, {_CAUSAL}, {_GQA, _CAUSAL}):
         own |= kinds(words ^ swapped, math.hypot(*(_LIKE[word] for word in swapped)))
     return own

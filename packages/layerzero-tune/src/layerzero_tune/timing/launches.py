@@ -69,15 +69,13 @@ def with_launches(
 
     Launches that are no further than `same` behind the quickest of those that count are the same: a choice that is kept
     must not hang on what another process would measure the other way round. Among them the device decides, whose times
-    do not depend on the process. Those that are close have so many `looks` more, and those that are held against each
-    other, `together`, whatever they took: what else is in a turn is a part of a launch. `each_turn` is called before
-    every turn, untimed.
+    do not depend on the process. Those that are close have so many `looks` more, and those, `together`, that are held
+    against each other: what is in a turn is part of a launch. `each_turn` is called before every turn, untimed.
     """
     short = {name: calls[name] for name, found in times.items() if found.median_us < _LONG_US}
     launches = _launches(short, clock, pacer or host_pace, each_turn)
     quickest = min((found.median_us for found in launches.values()), default=0.0)
-    near = quickest * (1.0 + _CLOSE)
-    close = [name for name, found in launches.items() if found.median_us <= near or name in together]
+    close = [name for name, us in launches.items() if name in together or us.median_us <= quickest * (1.0 + _CLOSE)]
     if len(close) > 1 and looks:
         launches |= _launches({name: calls[name] for name in close}, clock, pacer or host_pace, each_turn, looks)
     told = {name: _charged(found, launches[name]) if name in launches else found for name, found in times.items()}
