@@ -27,7 +27,8 @@ architectures and two batch sizes; contestants (--ways), the first being what ev
 
 With --add the figures that an earlier run of the same commit on the same machine left in the file are kept: each case
 (--only "llama-1b B24") in a process of its own compiles for its own batch size. On a CPU everything is divided by
-`stock`, in float32 and in bf16, and the step over a static cache is compiled on both sides.
+`stock`, in float32 and in bf16, and the step over a static cache is compiled on both sides. With --turn FILE it waits
+before anything is timed: cases compile side by side in processes of their own, and are timed one after the other.
 
 On a CPU `generate` itself is timed as well, its tokens compared, and a step of decode is divided by part. Where the
 processor has no instructions for it, torch multiplies bf16 matrices a hundred times slower: there bf16 is measured with
@@ -70,6 +71,7 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 4096,
 }  # fmt: skip
 ROUNDS = 15  # at least: of five the median of ratios and the ratio of medians were 1.55 and 1.18
+FEW_ROUNDS = 5  # of rounds so long that fewer than ROUNDS of them take a minute
 LIMITS = {
     "prefill": 1.2,
     "decode": 1.3,
@@ -109,6 +111,8 @@ def timed(contestants: dict[str, Any], sync: Callable[[], None], units: int, sec
     rounds = 0
     try:
         while rounds < ROUNDS or (time.perf_counter() < until and rounds < 200):
+            if rounds >= FEW_ROUNDS and time.perf_counter() > until + 60:
+                break
             order = list(contestants.items())
             for name, (call, rewind) in order if rounds % 2 else reversed(order):
                 sync()
@@ -215,9 +219,11 @@ def run_generate(args: argparse.Namespace, path: Path) -> None:
     found = about("models_generate", ways=ways, weights={}, figures={})
     add = args.add
     for architecture, dtype in itertools.product(ARCHITECTURES, ["bfloat16"] if cuda else ["float32", "bfloat16"]):
-        names = {
-            batch: f"{architecture} B{batch}{'' if cuda else f' {dtype}'}" for batch in ((1, 24) if cuda else (1, 4))
-        }
+        # Without instructions for bf16 a token takes the better part of a second: one short text, as in `run`.
+        slow = dtype == "bfloat16" and not cuda and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        batches = (1, 24) if cuda else (1,) if slow else (1, 4)
+        length, new = (500, 128) if cuda else (8, 4) if slow else (64, 32)
+        names = {batch: f"{architecture} B{batch}{'' if cuda else f' {dtype}'}" for batch in batches}
         wanted = [b for b, name in names.items() if not args.only or any(w in name for w in args.only.split(","))]
         if not wanted:
             continue
@@ -225,11 +231,11 @@ def run_generate(args: argparse.Namespace, path: Path) -> None:
         found["weights"][architecture] = sum(p.nbytes for p in stock.parameters())
         contestants = contestants_of(stock, ways, compiled=not cuda)
         for batch in wanted:
-            ids = prompt(batch, args.prompt or (500 if cuda else 64), stock.config.vocab_size, args.device)
+            ids = prompt(batch, args.prompt or length, stock.config.vocab_size, args.device)
             try:
                 apart: dict[str, float] = {}
 
-                texts = (stock, contestants, ids, 32)
+                texts = (stock, contestants, ids, min(new, 32))
 
                 def in_turn(calls: Any, *rest: Any, apart: Any = apart, texts: Any = texts) -> Any:
                     if not apart:  # everything was called once by now
@@ -237,7 +243,7 @@ def run_generate(args: argparse.Namespace, path: Path) -> None:
                         turn(args.turn)
                     return timed(calls, *rest)
 
-                row = generate_case(contestants, ids, 128 if cuda else 32, in_turn, sync, args.seconds)
+                row = generate_case(contestants, ids, new, in_turn, sync, args.seconds)
                 row["error of log-probabilities"] = apart
             except Exception:
                 row = {"failed": traceback.format_exc()[-1500:]}
