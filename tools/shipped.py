@@ -100,8 +100,9 @@ def _add(run: Path, file: Path) -> int:
     """Add a run to a file of the factory; what it has already is not added again."""
     header, *lines = file.read_text(encoding="utf-8").splitlines()
     data, told = json.loads(run.read_text(encoding="utf-8")), json.loads(header)
-    if told["device"] != data["machine"]["gpu"] or told["versions"]["torch"] != data["machine"]["torch"]:
-        raise SystemExit(f"{run} is of {data['machine']}, {file} of {told['device']} and {told['versions']}")
+    machine = data["machine"]
+    if (told["device"], told["versions"]["torch"]) != (machine["gpu"] or machine["cpu"], machine["torch"]):
+        raise SystemExit(f"{run} is of {machine}, {file} of {told['device']} and {told['versions']}")
     known = {json.loads(line)["name"] for line in lines}
     new = [item for item in raced(data) if item["name"] not in known]
     if new:
