@@ -173,14 +173,14 @@ def answers(given: argparse.Namespace) -> None:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "LAYERZERO_VLLM": "on", "LAYERZERO_VLLM_CHOICE": "layerzero"}
     os.environ.setdefault("LAYERZERO_VLLM_REPORTS", str(given.models / "reports"))
     report = Report(given.json)
-    report.data |= {"sizes": ONE_B, "engine": {**OPTIONS, "enforce_eager": True}, "answers": report.rows, "figures": {}}
+    options = {**OPTIONS, "kv_cache_memory_bytes": 1 << 30, "enforce_eager": True}
+    report.data |= {"sizes": ONE_B, "engine": options, "answers": report.rows, "figures": {}}
     folders = checkpoints(given)
     prompts = beside("vllm").mixed_prompts(given.prompts, ONE_B["vocab_size"])
     right = {kind: truth(folders[kind], prompts) for kind in given.kind}
     report.say(f"{len(prompts)} prompts of {sum(map(len, prompts))} tokens, truth in float32")
     from vllm import LLM
 
-    options = {**OPTIONS, "kv_cache_memory_bytes": 1 << 30, "enforce_eager": True}
     for kind in given.kind:
         for dtype in given.dtype:
             runs: dict[str, dict[str, Any]] = {}

@@ -78,7 +78,7 @@ def report() -> Report:
 
         config = get_current_vllm_config_or_none()
         group = get_tp_group()
-        model = config.model_config.model if config is not None else ""
+        model = getattr(getattr(config, "model_config", None), "model", "")
         versions = {"layerzero": lz.__version__, "vllm": __version__, "torch": torch.__version__}
         _report = Report(group.rank_in_group, group.world_size, model, versions)
     return _report
