@@ -157,11 +157,12 @@ def experts_section(name: str, data: dict[str, Any]) -> str:
         f"{_where(data)} How many times faster than bfloat16: `F.linear`; of plain experts `torch.moe.grouped` on a "
         "GPU, the loop of eager mode on a CPU; of quantized ones our own bfloat16, on a CPU for one token that loop. "
         "Latent attention: a share of what reading the cache (16 heads) or multiplying (128 heads) takes at best; "
-        f"decode with sinks beside the same without. Geometric means over the tokens: {means or 'none'}."
+        f"decode with sinks beside the same without. Geometric means over the tokens: {means or 'none'}. A call with a "
+        "commit behind it was measured at that one."
     )
     rows = [
         (
-            _experts_call(row),
+            _experts_call(row) + (f", {row['commit'][:8]}" if "commit" in row else ""),
             f"`{row['kernel']}`",
             f"{row['chosen_us']:,.1f}",
             f"{row['times']:.2f}" if "times" in row else "",

@@ -172,20 +172,18 @@ class ExpertsConfig:
     second: tuple[int, int, int, int]
 
 
-def experts_config(slots: int, experts: int, coded: bool = False) -> ExpertsConfig:
-    """Tiles about as high as an expert has rows: few rows read the weight once, in tiles that fill the device.
-
-    Of codes they are half as wide, and as long as a block: what is scaled needs registers of its own.
-    """
-    rows, half = slots / experts, 2 if coded else 1
+def experts_config(slots: int, experts: int) -> ExpertsConfig:
+    """Tiles about as high as an expert has rows: few rows read the weight once, in tiles that fill the device."""
+    rows = slots / experts
     if rows <= 12:
-        return ExpertsConfig(16, (128 // half, 128, 4, 3), (64, 128, 4, 4))
+        return ExpertsConfig(16, (128, 128, 4, 3), (64, 128, 4, 4))
     if rows <= 24:
-        return ExpertsConfig(32, (128 // half, 128, 4, 3), (128 // half, 128, 4, 3))
+        return ExpertsConfig(32, (128, 128, 4, 3), (128, 128, 4, 3))
     if rows <= 40:
-        return ExpertsConfig(64, (128 // half, 64 * half, 4, 4), (128 // half, 64 * half, 4, 4))
-    tile = (256 // half, 64 * half, 8, 3 if coded else 4)
-    return ExpertsConfig(64 if rows <= 96 else 128, tile, tile)
+        return ExpertsConfig(64, (128, 64, 4, 4), (128, 64, 4, 4))
+    if rows <= 96:
+        return ExpertsConfig(64, (256, 64, 8, 4), (256, 64, 8, 4))
+    return ExpertsConfig(128, (256, 64, 8, 4), (256, 64, 8, 4))
 
 
 # For any number of rows. Products of 64 rows or more run on the same instructions whatever the tile, and an element's

@@ -42,13 +42,14 @@ def moe(
     if not tokens or not hidden:
         return out
     slots = tokens * top_k
-    chosen = config or experts_config(slots, experts, not isinstance(down, Tensor))
+    chosen = config or experts_config(slots, experts)
     x = x if x.stride(1) == 1 else x.contiguous()
     ids, shares = ids.contiguous(), shares.contiguous()
     order, ends, tiles = _ordered(ids, slots, experts, expert_offset, chosen.block_m)
     most = min(slots, -(-slots // chosen.block_m) + experts)  # tiles there can be
 
-    gate = "none" if gate_up.shape[1] == inner else "turns" if interleaved else "halves"
+    rows = gate_up.shape[1]
+    gate = "none" if rows == inner else "turns" if interleaved else "halves"
     middle = torch.empty((slots, inner), dtype=x.dtype, device=x.device)
     first = (x, gate_up, gate_up_bias, order, ends, tiles, middle)
     _multiply(first, most, top_k, alpha, limit, activation, gate, True, chosen.block_m, *chosen.first)
@@ -80,8 +81,8 @@ def fixed_linear(
     height, *tile = fixed_linear_config(rows)
     tables = _straight(rows, height, x.device)
     given = (flat, weight[None], None if bias is None else bias[None], *tables, out)
-    words, first = activation or "none", activation is not None
-    _multiply(given, -(-rows // height), 1, 0.0, None, words, gate, first, height, *tile)
+    words = activation or "none"
+    _multiply(given, -(-rows // height), 1, 0.0, None, words, gate, activation is not None, height, *tile)
     return out
 
 
@@ -140,7 +141,9 @@ def _multiply(
 ) -> None:  # fmt: skip
     x, given, bias, *rest = tensors
     n, k = given.shape[1:]
-    weights, scale, codes, per = coded(given)
+    weights, scale, codes, per = given, None, "none", 0
+    if not isinstance(given, Tensor):
+        weights, scale, codes, per = coded(given)
     if weights.stride(2) != 1 and weights.stride(1) != 1:
         weights = weights.contiguous()
     bias = None if bias is None else bias.contiguous()

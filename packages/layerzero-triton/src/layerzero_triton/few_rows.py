@@ -12,7 +12,8 @@ from layerzero_triton.kernels import few_rows as device
 from layerzero_triton.kernels.launch import Launcher, Plan, assembling, collecting, prepare, remember
 from layerzero_triton.linear import _rows, coded
 
-_single, _several = Launcher(device.single), Launcher(device.several)
+_single = Launcher(device.single)
+_several = Launcher(device.several)
 _plans: dict[Any, Plan] = {}
 _known: set[Any] = set()
 
@@ -20,7 +21,9 @@ _known: set[Any] = set()
 def linear(x: Tensor, weight: Any, bias: Tensor | None, activation: str | None) -> Tensor:
     """x [..., K], one row, times weight [N, K] transposed, plain or in codes of four bits, bias and activation."""
     n, k = weight.shape
-    weight, scale, four, per = coded(weight)
+    scale, four, per = None, "none", 0
+    if not isinstance(weight, Tensor):
+        weight, scale, four, per = coded(weight)
     weight = _rows(weight)
     out = x.new_empty((*x.shape[:-1], n))
     # Everything a plan is made of, and every dtype.

@@ -15,8 +15,10 @@ from layerzero_triton.config import LinearConfig, linear_config, next_power, uni
 from layerzero_triton.kernels import dequant as device
 from layerzero_triton.kernels.launch import Launcher, Plan, assembling, collecting, prepare, remember, sm_count
 
-_product, _finish = Launcher(device.product), Launcher(device.finish)
-_widen, _encode = Launcher(device.widen), Launcher(device.encode)
+_product = Launcher(device.product)
+_finish = Launcher(device.finish)
+_widen = Launcher(device.widen)
+_encode = Launcher(device.encode)
 _known: set[Any] = set()
 Weight = QuantizedTensor | PackedWeight
 _FOUR = {QuantFormat.INT4: "int4", QuantFormat.MXFP4: "e2m1"}
@@ -26,10 +28,8 @@ _Plans = tuple[Plan, "Plan | None"]  # the product, and where its inner axis is 
 _plans: dict[Any, _Plans] = {}
 
 
-def coded(weight: Weight | Tensor) -> tuple[Tensor, Any, str, int]:
+def coded(weight: Weight) -> tuple[Tensor, Tensor, str, int]:
     """The codes of a weight, its scales as kernels read them, "int4", "e2m1" or "bytes", and how long a block is."""
-    if isinstance(weight, Tensor):
-        return weight, None, "none", 0
     source = weight if isinstance(weight, QuantizedTensor) else weight.source
     kind, scale = _FOUR.get(source.fmt, "bytes"), source.scale.contiguous()
     codes = source.data if source.data.stride(-1) == 1 else source.data.contiguous()
@@ -76,7 +76,8 @@ def widened(x: Tensor, weight: Weight, bias: Tensor | None, activation: str | No
     """For many rows: an MXFP4 weight written out in bfloat16, which holds it exactly, then torch's product."""
     (n, k), (codes, powers, *_) = weight.shape, coded(weight)
     wide = torch.empty((n, k), dtype=torch.bfloat16, device=x.device)
-    _widen((-(-n // 8), -(-k // 512), 1), (codes.contiguous(), powers, wide), (n, k // 32), (8, 512, assembling()), 4)
+    grid = (-(-n // 8), -(-k // 512), 1)
+    _widen(grid, (codes.contiguous(), powers, wide), (n, k // 32), (8, 512, assembling()), 4)
     return _activated(F.linear(x, wide, bias), activation)
 
 

@@ -101,17 +101,12 @@ def power_of_two(scale, LIKE: tl.constexpr):
 
 
 @triton.jit
-def powers(scales, step, k, BLOCK_K: tl.constexpr):
-    """The scales of MXFP4 of one step along the inner axis, from each column's place; loops ask for the next step's."""
-    block = step * (BLOCK_K // 32) + tl.arange(0, BLOCK_K // 32)
-    return tl.load(scales[None, :] + block[:, None], mask=(block < k // 32)[:, None], other=0)
-
-
-@triton.jit
-def scaled_halves(codes, power, LIKE: tl.constexpr, ASM: tl.constexpr):
-    """The numbers of MXFP4 bytes [half the inner axis, columns], times their powers of two."""
+def scaled_halves(codes, scales, step, k, LIKE: tl.constexpr, ASM: tl.constexpr):
+    """The numbers of MXFP4 bytes [half the inner axis, columns], times the powers of two at each column's place."""
     HALF: tl.constexpr = codes.shape[0]
     low, high = halves(codes, LIKE, "e2m1", ASM)
+    block = step * (HALF // 16) + tl.arange(0, HALF // 16)
+    power = tl.load(scales[None, :] + block[:, None], mask=(block < k // 32)[:, None], other=0)
     factor = tl.broadcast_to(power_of_two(power, LIKE)[:, None, :], [HALF // 16, 16, codes.shape[1]])
     factor = tl.reshape(factor, [HALF, codes.shape[1]])
     return low * factor, high * factor
@@ -152,8 +147,6 @@ def product(
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     sums = tl.zeros([BLOCK_M], dtype=tl.float32)
     last = tl.minimum((piece + 1) * each, tl.cdiv(k, BLOCK_K))
-    if FOUR == "e2m1":
-        power = powers(scales, piece * each, k, BLOCK_K)
     for step in range(piece * each, last):
         at = step * BLOCK_K + inner
         along = step * (BLOCK_K // PACK) + tl.arange(0, BLOCK_K // PACK)
@@ -166,8 +159,7 @@ def product(
         if FOUR != "none":
             even, odd = tl.split(tl.reshape(given, [BLOCK_M, BLOCK_K // 2, 2]))
             if FOUR == "e2m1":
-                evens, odds = scaled_halves(held, power, x.dtype.element_ty, ASM)
-                power = powers(scales, step + 1, k, BLOCK_K)
+                evens, odds = scaled_halves(held, scales, step, k, x.dtype.element_ty, ASM)
             else:
                 evens, odds = halves(held, x.dtype.element_ty, FOUR, ASM)
         if FOUR == "e2m1":
@@ -235,8 +227,7 @@ def widen(
     half = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
     at = tl.where(rows < n, rows, 0).to(tl.int64)
     held = tl.load(codes + at[None, :] * (k // 2) + half[:, None], mask=(half < k // 2)[:, None], other=0)
-    power = powers(scale + at * blocks_k, tl.program_id(1), k, BLOCK)
-    low, high = scaled_halves(held, power, out.dtype.element_ty, ASM)
+    low, high = scaled_halves(held, scale + at * blocks_k, tl.program_id(1), k, out.dtype.element_ty, ASM)
     number = tl.reshape(tl.permute(tl.join(low, high), (1, 0, 2)), [ROWS, BLOCK])
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + at[:, None] * k + columns[None, :], number, mask=(rows < n)[:, None] & (columns < k)[None, :])

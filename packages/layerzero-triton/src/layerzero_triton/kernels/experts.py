@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from layerzero_triton.kernels.activation import _gate
-from layerzero_triton.kernels.dequant import powers, scaled_halves
+from layerzero_triton.kernels.dequant import scaled_halves
 
 
 @triton.jit
@@ -152,8 +152,6 @@ def product(
         right = weights + expert * w_e + which.to(tl.int64)[None, :] * w_n + along[:, None] * w_k
         if CODES != "none":
             scales = scale + (expert * n + which) * (k // PER if PER else 1)
-        if CODES == "e2m1":
-            power = powers(scales, 0, k, BLOCK_K)
         acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         for step in range(0, tl.cdiv(k, BLOCK_K)):
             if EVEN_K:
@@ -164,8 +162,7 @@ def product(
                 held = tl.load(right, mask=(step * BLOCK_K + along * PACK < k)[:, None], other=0.0)
             if CODES == "e2m1":
                 even, odd = tl.split(tl.reshape(given, [BLOCK_M, BLOCK_K // 2, 2]))
-                evens, odds = scaled_halves(held, power, x.dtype.element_ty, ASM)
-                power = powers(scales, step + 1, k, BLOCK_K)
+                evens, odds = scaled_halves(held, scales, step, k, x.dtype.element_ty, ASM)
                 acc = tl.dot(odd, odds, tl.dot(even, evens, acc))
             elif PER:
                 factor = tl.load(scales + step * BLOCK_K // PER)
