@@ -119,7 +119,7 @@ def main(argv: Sequence[str] = ()) -> int:
     lock = resolve(lines, hashes=True, within=pins)
     CONSTRAINTS.write_text(_CONSTRAINTS_HEAD + pins, encoding="utf-8")
     LOCK.write_text(_LOCK_HEAD + lock, encoding="utf-8")
-    wheelhouse.download()
+    wheelhouse.download(*wheelhouse.machines())
     wheelhouse.lock()
     RUNTIME.write_text(_RUNTIME_HEAD + runtime(), encoding="utf-8")
     print(f"wrote {CONSTRAINTS.name}, {LOCK.name}, {RUNTIME.name} and uv.lock")

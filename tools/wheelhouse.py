@@ -14,18 +14,20 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import platform
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 from tools.workspace import ROOT, packages, project_name
 
-__all__ = ["FOLDER", "SUMS", "Refused", "check", "download", "fill", "lock", "main", "sync"]
+__all__ = ["FOLDER", "SUMS", "Refused", "check", "download", "fill", "lock", "machines", "main", "sync"]
 
 FOLDER = ROOT / "wheelhouse"
 LOCK = ROOT / "requirements.lock"
@@ -96,14 +98,33 @@ def _run(command: Sequence[str | Path], env: dict[str, str] | None = None) -> No
         raise SystemExit(f"exit status {done.returncode}: {shlex.join(words)}")
 
 
-def download() -> None:
-    """What requirements.lock pins, hashes required; wheels of earlier pins go."""
+def machines() -> list[str]:
+    """The processor families that uv.lock is for, as pyproject.toml names them."""
+    uv = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["uv"]
+    return [found for line in uv["environments"] for found in re.findall(r"platform_machine == '(\w+)'", line)]
+
+
+def _elsewhere(machine: str) -> list[str]:
+    """pip's words for the wheels of a Linux on another processor family, those for the newest glibc first as there."""
+    old = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}  # other names of the same
+    names = [name for minor in range(40, 4, -1) for name in (f"manylinux_2_{minor}", old.get(minor)) if name]
+    tags = [f"{name}_{machine}" for name in names]
+    words = [word for tag in tags for word in ("--platform", tag)]
+    return [*words, "--implementation", "cp", "--python-version", "3.11"]
+
+
+def download(*machines: str) -> None:
+    """What requirements.lock pins, hashes required, for this machine and others; wheels of earlier pins go."""
     FOLDER.mkdir(exist_ok=True)
     hashes, sums = locked(), noted(FOLDER)
     for file in FOLDER.glob("*.whl"):
         if digest(file) not in (hashes.get(wheel_name(file)) or {sums.get(file.name)}):
             file.unlink()
-    _run([*_PIP_DOWNLOAD, "--no-deps", "--require-hashes", "-r", LOCK])
+    pinned = [*_PIP_DOWNLOAD, "--no-deps", "--require-hashes", "-r", LOCK]
+    _run(pinned)
+    for machine in machines:
+        if machine != platform.machine():
+            _run([*pinned, *_elsewhere(machine)])
 
 
 def fill() -> None:

@@ -50,6 +50,15 @@ def test_uv_lock_pins_what_requirements_lock_pins_and_leaves_out_torch_and_vendo
     assert not {name for name, _ in third} & {"torch", *SETTINGS["exclude-dependencies"]}
 
 
+def test_uv_lock_has_every_wheel_for_every_processor_family_of_pyproject():
+    families = wheelhouse.machines()
+    assert families == re.findall(r"platform_machine == '(\w+)'", " ".join(UV["supported-markers"]))
+    for package in UV["package"]:
+        files = [wheel["path"] for wheel in package.get("wheels", ())]
+        for family in families if files else ():
+            assert any(file.endswith("-any.whl") or family in file for file in files), (package["name"], family)
+
+
 def test_uv_lock_knows_every_dependency_of_every_member():
     """Fails when a pyproject file asks for something new and `make lock` was not run."""
     left_out = {"torch", *SETTINGS["exclude-dependencies"]}
