@@ -31,8 +31,11 @@ import functools
 import inspect
 import signal
 import sys
-from collections.abc import Iterable
-from types import CodeType, FrameType, FunctionType
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType, FunctionType, SimpleNamespace
 from typing import Any
 
 from layerzero.reasons import Reason, ReasonCode, reason
@@ -194,6 +197,27 @@ class DistributedError(LayerZeroError, code="RANK_DISAGREEMENT"):
 
 class CacheCorruptionError(LayerZeroError, code="CACHE_CORRUPT"):
     """A stored cache failed its check."""
+
+
+# -- warnings that are errors ------------------------------------------------------------------------------------
+_here = threading.local()
+_shown = ("default", SimpleNamespace(match=lambda text: getattr(_here, "importing", False)), Warning, None, 0)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """This thread imports a library: where warnings are errors, what it remarks is shown meanwhile and not raised.
+
+    The filter stays: `warnings.catch_warnings` would put back what other threads had in their list for a moment.
+    """
+    filters: Any = warnings.filters
+    if filters and filters[0] is not _shown and any(item[0] == "error" for item in filters):
+        filters.insert(0, _shown)
+    before, _here.importing = getattr(_here, "importing", False), True
+    try:
+        yield
+    finally:
+        _here.importing = before
 
 
 # -- names that are not known -------------------------------------------------------------------------------------

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from layerzero.dispatch.bind import resolve
-from layerzero.errors import BackendNotAvailableError
+from layerzero.errors import BackendNotAvailableError, importing
 from layerzero.model.enums import Platform
 from layerzero.model.kernel import KernelSpec
 from layerzero.plugin.probing import probe
-from layerzero.plugin.vendor import importing
 from layerzero_verify.testing import fakes
 from tools import faulty_plugins as faults
 

@@ -18,13 +18,18 @@ from torch.nn import Parameter
 from layerzero.dispatch.adapt import adapt
 from layerzero.dispatch.hot import HOT_LIMIT
 from layerzero.dispatch.modes import SWITCHES, stream_capturing
-from layerzero.errors import BackendNotAvailableError, InvalidInputError, KernelExecutionError, from_outside
+from layerzero.errors import (
+    BackendNotAvailableError,
+    InvalidInputError,
+    KernelExecutionError,
+    from_outside,
+    importing,
+)
 from layerzero.forking import fresh_lock
 from layerzero.model.decision import Decision, ExecutionPlan
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
 from layerzero.model.overlap import overlapping
-from layerzero.plugin.vendor import importing
 from layerzero.reasons import Reason, reason
 from layerzero.runtime.crashes import first_run
 from layerzero.runtime.state import state

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.errors import importing
 from layerzero.health.sticky import NO_MEMORY
 from layerzero.isolation.arena import NAME, Arena, Bump, sent_bytes, view
 from layerzero.isolation.device_arena import OpenedArena, named_arena
 from layerzero.isolation.values import Malformed, Placed, pack, tensors_in, unpack
 from layerzero.isolation.wire import HEADER_BYTES, VERSION, Frame, Kind, decode, encode, head
 from layerzero.plugin.enclosure import Enclosure, enter
-from layerzero.plugin.vendor import importing
 
 _WORDS = 1_200
 

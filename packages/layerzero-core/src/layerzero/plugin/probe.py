@@ -14,13 +14,12 @@ from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any
 
-from layerzero.errors import one_line
+from layerzero.errors import importing, one_line
 from layerzero.model.device import DeviceSpec
 from layerzero.model.status import BackendStatus, HealthReport
 from layerzero.plugin.distributions import install_hint, is_known
 from layerzero.plugin.enclosure import Enclosure, enter
 from layerzero.plugin.manager import Loaded, PluginState, call_hook, load_plugins
-from layerzero.plugin.vendor import importing
 from layerzero.reasons import Reason, reason
 
 

@@ -7,16 +7,13 @@ vendor, because metadata cannot tell that an import fails: call it from `layerze
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
-import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from layerzero.errors import one_line
@@ -34,25 +31,6 @@ from layerzero.registry.capabilities import Capabilities, Vendor, load_capabilit
 
 # What a backend asks of the device and the installed packages beyond its descriptor: every reason against it.
 Check = Callable[[DeviceSpec], Iterable[Reason]]
-
-_here = threading.local()
-_shown = ("default", SimpleNamespace(match=lambda text: getattr(_here, "importing", False)), Warning, None, 0)
-
-
-@contextmanager
-def importing() -> Iterator[None]:
-    """This thread imports a library: where warnings are errors, what it remarks is shown meanwhile and not raised.
-
-    The filter stays: `warnings.catch_warnings` would put back what other threads had in their list for a moment.
-    """
-    filters: Any = warnings.filters
-    if filters and filters[0] is not _shown and any(item[0] == "error" for item in filters):
-        filters.insert(0, _shown)
-    before, _here.importing = getattr(_here, "importing", False), True
-    try:
-        yield
-    finally:
-        _here.importing = before
 
 
 def vendor_presence(capabilities: Capabilities) -> tuple[str | None, tuple[Reason, ...], str]:
@@ -129,8 +107,8 @@ def needs_sm(min_sm: int | None = None, max_sm: int | None = None) -> Check:
 
 def needs_dist(dist: str, version: str = "", *, fix: str = "") -> Check:
     """A check for `vendor_status`: a second distribution the vendor works with, in this version range."""
-    fix = fix or install_hint(f"{dist}{version}", "the plugin")
-    return lambda device: _version_reasons(dist, dist_version(dist), version, fix)
+    hint = functools.partial(install_hint, f"{dist}{version}", "the plugin")  # slow: only where it is wanted
+    return lambda device: _version_reasons(dist, dist_version(dist), version, fix or hint())
 
 
 def vendor_status(
