@@ -35,3 +35,13 @@ def test_a_kernel_that_is_wrong_is_found_in_a_layer_and_in_the_model(monkeypatch
     report = lz.verify(kernel="linear_attention.mamba2_scan.native", level=(2, 3, 4))
     failed = {level.number for level in report.levels if level.failures}
     assert not report.ok and failed == {2, 3, 4}
+
+
+@pytest.mark.parametrize("plugin", ["fla", "flashinfer_linear"])
+def test_the_kit_has_cases_for_kernels_of_an_op_that_another_plugin_declares(plugin, monkeypatch):
+    from layerzero_verify.testing.cases import GROUPS, cases_of
+    from layerzero_verify.testing.kit import Kit
+
+    monkeypatch.setitem(GROUPS, "result", [])
+    for spec in Kit.open(plugin).kernels:
+        assert [case for group in GROUPS["result"] if group.op == spec.op for case in cases_of(group, spec)]

@@ -89,7 +89,8 @@ class Kit:
         kit.registrar = Registrar(target)
         # An unknown hook must not hide what else is wrong, so registration is tried all the same.
         _, kit.register_error = _tried(lambda: call_hook(kit.plugin, "layerzero_register", registrar=kit.registrar))
-        for op in kit.registrar.ops.values():
+        for name in {*kit.registrar.ops, *(spec.op for spec in kit.kernels)}:
+            op = kit.operation(name)  # also of another plugin, whose op this one brings kernels for
             if isinstance(op, Op):
                 declare(op)
         return kit
