@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 from typing import Any
 
 import torch
@@ -32,12 +34,11 @@ def _load() -> tuple[Any, int]:
     library.lz_conv.argtypes = [*(address,) * 7, *(number,) * 8, flag, flag, flag, address]
     for function in (library.lz_delta, library.lz_scan, library.lz_conv):
         function.restype = None
-    try:
-        team = ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value or 0
-    except (AttributeError, OSError):
-        team = 0
-    own = torch.backends.openmp.is_available()  # type: ignore[no-untyped-call]
-    return library, team if own else 0
+    for name in (None, "libgomp.so.1") if torch.backends.openmp.is_available() else ():  # type: ignore[no-untyped-call]
+        with contextlib.suppress(AttributeError, OSError):  # torch has loaded it, not always for all to see
+            loaded = ctypes.CDLL(name, ctypes.DEFAULT_MODE | getattr(os, "RTLD_NOLOAD", 0))
+            return library, ctypes.cast(loaded.GOMP_parallel, ctypes.c_void_p).value or 0
+    return library, 0
 
 
 _LIBRARY, _TEAM = _load()
