@@ -43,6 +43,13 @@ def test_the_kernels_are_the_oracle(name, needs, sizes):
         assert item is kept or torch.equal(item, kept)
 
 
+@pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="missing tool: a torch with OpenMP")
+def test_the_threads_are_those_of_torch():
+    from layerzero_linear_attention import cpu
+
+    assert cpu._TEAM
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_threads_change_nothing(name):
     args = example(name, "initial_state", dtype="float32", batch=8, seq_len=3)
