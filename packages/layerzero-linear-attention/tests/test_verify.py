@@ -45,3 +45,15 @@ def test_the_kit_has_cases_for_kernels_of_an_op_that_another_plugin_declares(plu
     monkeypatch.setitem(GROUPS, "result", [])
     for spec in Kit.open(plugin).kernels:
         assert [case for group in GROUPS["result"] if group.op == spec.op for case in cases_of(group, spec)]
+
+
+def test_the_kit_asks_no_gradient_of_a_kernel_whose_predicate_refuses_it(monkeypatch):
+    from layerzero_verify.testing.kit import Kit
+    from layerzero_verify.testing.suite import kernels
+
+    kit = Kit.open("linear_attention")
+    spec = next(spec for spec in kit.kernels if spec.kernel_id == "linear_attention.mamba2_scan.native")
+    monkeypatch.setattr(kernels, "refusal", lambda case, context: ["on Hopper"] if context.needs_grad else [])
+    assert kernels._plain_case(kit, spec).spec is spec
+    with pytest.raises(pytest.skip.Exception, match="no plain case that linear_attention"):
+        kernels._plain_case(kit, spec, needs_grad=True)

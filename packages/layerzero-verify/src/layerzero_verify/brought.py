@@ -21,7 +21,7 @@ from layerzero_verify.report import Check, StageError, Status, failed, of_error,
 from layerzero_verify.stages import localise, red_flags
 from layerzero_verify.thresholds import LAYER, TRAINING, gradient, limit
 
-_RATE = 0.01
+_RATE = 0.003  # at 0.01, weights of Qwen3-Next moved in the sixth digit alone are up to 8e-2 apart after 20 steps
 
 
 def check_layers(name: str, model: Model, line_up: LineUp, device: torch.device, dtype: str) -> Iterator[Check]:
