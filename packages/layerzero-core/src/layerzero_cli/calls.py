@@ -49,7 +49,7 @@ _FIELDS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
 
 
 def _window(given: tuple[int, ...]) -> tuple[int, int]:
-    if len(given) > 2:
+    if len(given) not in (1, 2):
         raise click.UsageError("--window takes LEFT or LEFT,RIGHT")
     return (given[0], given[1] if len(given) == 2 else 0)
 

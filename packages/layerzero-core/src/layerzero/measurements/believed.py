@@ -277,7 +277,7 @@ def _weighed(found: list[tuple[str, float, float]], spreads: Mapping[str, float]
         return {}
     total = sum(trust for _, _, trust in trusted)
     middle = sum(trust * math.log(us) for _, us, trust in trusted) / total
-    told = {}
+    told: dict[str, float] = {}
     for name, us, trust in trusted:
         moved = (1.0 - trust) * (middle - math.log(us))
         if spreads is not None:

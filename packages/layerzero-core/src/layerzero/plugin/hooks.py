@@ -15,12 +15,12 @@ from layerzero.plugin.spec import hookimpl
 from layerzero.plugin.vendor import Check, vendor_status
 
 
-def backend_hooks(package: str, *checks: Check) -> tuple[Callable[..., Any], ...]:
+def backend_hooks(package: str | None, *checks: Check) -> tuple[Callable[..., Any], ...]:
     """`layerzero_register`, `layerzero_capabilities` and `layerzero_health` of the backend in this package.
 
     `checks` are those of `vendor_status`; the module `health` of the package has a `self_test`.
     """
-    capabilities = Path(str(sys.modules[package].__file__)).with_name("capabilities.json")
+    capabilities = Path(str(sys.modules[str(package)].__file__)).with_name("capabilities.json")
 
     @hookimpl
     def layerzero_register(registrar: Registrar) -> None:

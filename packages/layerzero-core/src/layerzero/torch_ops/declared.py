@@ -23,7 +23,7 @@ from layerzero.torch_ops.lowering import HELPERS, Variant, left_out, variants
 from layerzero.torch_ops.opaque import OpaqueOp
 
 # Where the generated functions live: a module that Dynamo may trace, so that guards on it can be told from others.
-_SPACE = vars(traced)
+_SPACE = traced.__dict__
 
 
 def opaque_of(op: Op) -> tuple[OpaqueOp, ...]:
