@@ -51,14 +51,19 @@ class Estimate(NamedTuple):
 
 def _place(axes: Sequence[str], sizes: Sequence[int]) -> tuple[float, ...]:
     """Sizes on the scale that distances are measured on. Kernels of attention run the heads of all sequences side by
-    side, so these count together; sizes that follow from others by what they differ; decode steps are far away."""
+    side, so these count together; sizes that follow from others by what they differ; decode steps are far away. RoPE
+    takes tokens one by one, of however many sequences, with all heads of a token in one row."""
     logs = {axis: math.log2(max(size, 1)) for axis, size in zip(axes, sizes, strict=True)}
     if logs.keys() >= _SIDE_BY_SIDE:
         for axis, other in _RELATIVE:
             if axis in logs:
                 logs[axis] -= logs[other]
         logs["batch"] += logs.pop("num_kv_heads")
+        logs.pop("num_blocks", None)  # how many pages lie unused says nothing of a call
         logs["steps"] = _ONE_QUERY * (logs["seq_len_q"] == 0.0)
+    elif "rotary_dim" in logs:
+        rows, width = logs["batch"] + logs["seq_len_q"], logs["num_heads"] + logs["head_dim"]
+        return rows, width, logs["rotary_dim"] - logs["head_dim"]
     return tuple(logs.values())
 
 
@@ -83,11 +88,12 @@ class Kind:
             if not own:
                 continue
             (far, first), ratio = own[0], self._roofline(name, *cost) / base_us
-            bent = near and far <= FARTHEST
+            few = len(own) < _NEIGHBOURS  # no roofline goes through so few calls: their ratios count as they are
+            bent = near and (few or far <= FARTHEST)
             if bent:
                 weights = [(distance + _SOFTENING) ** -2 for distance, _ in own]
-                bends = [self._bend(name, index) for _, index in own]
-                ratio *= math.exp(sum(map(operator.mul, weights, bends)) / sum(weights))
+                bends = [math.log(points[at].ratios[name]) if few else self._bend(name, at) for _, at in own]
+                ratio = (1.0 if few else ratio) * math.exp(sum(map(operator.mul, weights, bends)) / sum(weights))
             found[name] = Estimate(ratio, base_us, points[first], far, bent)
         return found
 
@@ -100,8 +106,7 @@ class Kind:
         found = self._bends.get((name, index))
         if found is None:
             point = self.points[index]
-            cost = point.bytes, point.flops
-            straight = self._roofline(name, *cost) / self._roofline("", *cost)
+            straight = self._roofline(name, point.bytes, point.flops) / self._roofline("", point.bytes, point.flops)
             found = self._bends[name, index] = math.log(point.ratios[name] / straight)
         return found
 
@@ -115,11 +120,8 @@ class Kind:
 
     def _reached(self, name: str) -> tuple[float, float, float]:
         """Bytes and operations per µs that were reached, and the shortest time."""
-        times = [
-            (point, point.base_us * point.ratios.get(name, 1.0))
-            for point in self.points
-            if not name or name in point.ratios
-        ]
+        known = [point for point in self.points if not name or name in point.ratios]
+        times = [(point, point.base_us * point.ratios.get(name, 1.0)) for point in known]
         return (
             _quantile([point.bytes / us for point, us in times], _REACHED),
             _quantile([point.flops / us for point, us in times], _REACHED),

@@ -15,7 +15,7 @@ from layerzero.errors import (
     UnknownNameError,
 )
 from layerzero.model.context import Context
-from layerzero.model.decision import Candidate, Decision, Trace, Transform
+from layerzero.model.decision import Bucket, Candidate, Decision, Trace, Transform
 from layerzero.model.expectation import Expectation
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.proof import kind_of
@@ -30,6 +30,7 @@ from layerzero.selection.world import Proofs, World
 
 # Fields of a Context that are values, not metadata: no key holds them, so no rule may look at them.
 VALUES = frozenset({"scale", "dropout_p", "notes"})
+_ON_TOP = ("contiguous", "aligned_copy", "cast:mixed", ISOLATED)  # steps that no kind of call says
 
 
 def select(ctx: Context, world: World) -> Decision:
@@ -47,7 +48,7 @@ def select(ctx: Context, world: World) -> Decision:
     standing = examine(canonical, world, judged, fallback_id, locked)
     if world.measurements.refused is not None:
         standing = _without_refused(standing, canonical, world, fallback_id)
-    told, doubts = _expected(standing, canonical, world)
+    told, doubts = _expected(standing, canonical, world, buckets)
     ranked = _ranked(standing, canonical, world, fallback_id, locked, told)
     chosen = ranked[0].kernel_id if ranked else ""
     refusal: Reason | None = None
@@ -114,9 +115,10 @@ class _Ranked(NamedTuple):
 
 
 def _expected(
-    standing: list[Filtered], ctx: Context, world: World
+    standing: list[Filtered], ctx: Context, world: World, buckets: tuple[Bucket, ...]
 ) -> tuple[Mapping[str, Expectation], tuple[Reason, ...]]:
-    """What measurements of other machines say of kernels that could run, where none of them was measured here."""
+    """What measurements of other machines say of kernels that could run, where none of them was measured here. They are
+    asked for the middle of each bucket: one answer has to do for all sizes in it."""
     ask, lookup = world.measurements.expected, world.measurements.lookup
     if ask is None or is_empty(ctx):
         return {}, ()
@@ -124,7 +126,8 @@ def _expected(
     names = [item.kernel.kernel_id for item in waiting]
     if len(names) < 2 or any(lookup(item.kernel.kernel_id, ctx) is not None for item in waiting if not item.reasons):
         return {}, ()
-    return ask(ctx, names)
+    middle = {bucket.name: math.isqrt(bucket.low * (bucket.high or bucket.low)) for bucket in buckets}
+    return ask(replace(ctx, dims=tuple((dict(ctx.dims) | middle).items())), names)
 
 
 def _ranked(
@@ -181,8 +184,8 @@ def _place(item: Filtered, ctx: Context, told: Mapping[str, Expectation]) -> Exp
     kernel, found = item.kernel, told.get(item.kernel.kernel_id)
     ratio = None
     if found is not None:
-        # Views were measured with the kernel; copies and casts come on top of what was measured.
-        copies = sum(step.cost_us for step in item.transforms if not step.name.startswith("layout:"))
+        # What a kind of call needs was measured with the kernel; what strides and addresses need comes on top.
+        copies = sum(step.cost_us for step in item.transforms if step.name.startswith(_ON_TOP))
         ratio = found.ratio + copies / found.base_us
     return Expected(kernel.kernel_id, kernel.backend, kernel.prior(ctx), ratio)
 

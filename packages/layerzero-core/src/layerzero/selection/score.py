@@ -70,38 +70,34 @@ class Expected(NamedTuple):
 def by_expectation(kernels: Sequence[Expected], noise: float) -> dict[str, tuple[float, float]]:
     """Points for priority and for the expected time, by kernel id. Empty where nothing is expected of any kernel.
 
-    Times inside the noise of the fastest are the same, and priorities decide.
-
-    A kernel of which nothing is known stands above torch's code where its author expects that of it, but below all that
-    are expected to be clearly faster than torch; otherwise below torch's code, by as many points as its priority says.
+    Times inside the noise of the fastest are the same, and priorities decide. A kernel of which nothing is known stands
+    above torch's code where its author expects that of it and no kernel of its backend is known, but below all that are
+    expected to be clearly faster than torch; otherwise below torch's code, by as many points as its priority says.
     Where nothing is known of torch's code either, its best kernel counts as long as itself.
     """
     ratios = {item.kernel_id: item.ratio for item in kernels if item.ratio is not None}
     if not ratios:
         return {}
-    torchs = sorted(
-        (item for item in kernels if item.backend in _TORCH), key=lambda item: (-item.prior, item.kernel_id)
-    )
+    told = {item.backend for item in kernels if item.ratio is not None}
+    torchs = [item for item in kernels if item.backend in _TORCH]
     if torchs and not any(item.kernel_id in ratios for item in torchs):
-        ratios[torchs[0].kernel_id] = 1.0
-    level, fastest, band = max(item.prior for item in kernels), min(ratios.values()), noise
-    points = {name: measured_part(ratio, fastest, band) for name, ratio in ratios.items()}
+        ratios[min(torchs, key=lambda item: (-item.prior, item.kernel_id)).kernel_id] = 1.0
+    level, fastest = max(item.prior for item in kernels), min(ratios.values())
+    points = {name: measured_part(ratio, fastest, noise) for name, ratio in ratios.items()}
     known = [item for item in torchs if item.kernel_id in ratios]
-    own, base = (
-        max((item.prior for item in known), default=0.0),
-        min((ratios[item.kernel_id] for item in known), default=1.0),
-    )
-    at_torch = level + measured_part(base, fastest, band)
+    own = max((item.prior for item in known), default=0.0)
+    base = min((ratios[item.kernel_id] for item in known), default=1.0)
+    at_torch = level + measured_part(base, fastest, noise)
     faster = [level + points[name] for name, ratio in ratios.items() if ratio * (1.0 + max(noise, _FASTER)) <= 1.0]
     found = {}
     for item in kernels:
         if item.kernel_id in points:
             found[item.kernel_id] = (level + _TIE * item.prior, points[item.kernel_id])
-        elif item.prior > own:
+        elif item.prior > own and item.backend not in told:
             above = min([at_torch + 2 * UNMEASURED_STEP, *(place - UNMEASURED_STEP for place in faster)])
             found[item.kernel_id] = (above + _TIE * item.prior, 0.0)
         else:
-            found[item.kernel_id] = (at_torch - UNMEASURED_STEP - (own - item.prior), 0.0)
+            found[item.kernel_id] = (at_torch - UNMEASURED_STEP - max(0.0, own - item.prior), 0.0)
     return found
 
 
