@@ -18,6 +18,7 @@ FARTHEST = 5.0
 """Octaves: from measured calls further away nothing is interpolated."""
 _NEIGHBOURS = 4
 _SOFTENING = 0.25  # octaves: a call measured twice is not believed absolutely
+_CLOSE = 1.0  # octaves up to which the first calls of a kernel speak that is newer than the others
 _OTHER_DTYPE = 1.0  # octaves between float16 and bfloat16
 _ONE_QUERY = 4.0  # octaves between a decode step and a call with more queries
 _SIDE_BY_SIDE = {"batch", "num_kv_heads", "num_heads", "seq_len_q", "seq_len_k"}
@@ -85,10 +86,10 @@ class Kind:
         base_us, found = self._roofline("", *cost), {}
         for name in names:
             own = list(islice((pair for pair in order if name in points[pair[1]].ratios), _NEIGHBOURS))
-            if not own:
+            few = len(own) < _NEIGHBOURS  # no roofline goes through so few calls: nearby their ratios count as they are
+            if not own or (few and own[0][0] > _CLOSE and len(points) >= _NEIGHBOURS):
                 continue
             (far, first), ratio = own[0], self._roofline(name, *cost) / base_us
-            few = len(own) < _NEIGHBOURS  # no roofline goes through so few calls: their ratios count as they are
             bent = near and (few or far <= FARTHEST)
             if bent:
                 weights = [(distance + _SOFTENING) ** -2 for distance, _ in own]
