@@ -84,7 +84,9 @@ def judge(found: Mapping[int, Facts]) -> Findings:
     excluded = _excluded(found)
     groups: dict[tuple[str, str], list[int]] = {}
     for rank in ranks:
-        groups.setdefault((found[rank].hardware, _usable(found[rank], excluded)), []).append(rank)
+        one = found[rank]  # its kernels, those in question left out
+        usable = digest(sorted(one.kernels.keys() - excluded.keys())) if one.kernels else one.kernels_hash
+        groups.setdefault((one.hardware, usable), []).append(rank)
     versions: list[str] = []
     for name in ("layerzero", "torch"):
         there = {rank: getattr(found[rank], name) for rank in ranks}
@@ -113,11 +115,6 @@ def _excluded(found: Mapping[int, Facts]) -> dict[str, Reason]:
         for kernel_id, versions in there.items()
         if len(set(versions.values())) > 1
     }
-
-
-def _usable(facts: Facts, excluded: Mapping[str, Reason]) -> str:
-    """A name for the kernels a rank may use, those in question left out."""
-    return digest(sorted(facts.kernels.keys() - excluded.keys())) if facts.kernels else facts.kernels_hash
 
 
 def _by_value(there: Mapping[int, str]) -> str:

@@ -52,8 +52,7 @@ class Estimate(NamedTuple):
 
 def _place(axes: Sequence[str], sizes: Sequence[int]) -> tuple[float, ...]:
     """Sizes on the scale that distances are measured on. Kernels of attention run the heads of all sequences side by
-    side, so these count together; sizes that follow from others by what they differ; decode steps are far away. RoPE
-    takes tokens one by one, of however many sequences, with all heads of a token in one row."""
+    side, so these count together; sizes that follow from others by what they differ; decode steps are far away."""
     logs = {axis: math.log2(max(size, 1)) for axis, size in zip(axes, sizes, strict=True)}
     if logs.keys() >= _SIDE_BY_SIDE:
         for axis, other in _RELATIVE:
@@ -62,7 +61,7 @@ def _place(axes: Sequence[str], sizes: Sequence[int]) -> tuple[float, ...]:
         logs["batch"] += logs.pop("num_kv_heads")
         logs.pop("num_blocks", None)  # how many pages lie unused says nothing of a call
         logs["steps"] = _ONE_QUERY * (logs["seq_len_q"] == 0.0)
-    elif "rotary_dim" in logs:
+    elif "rotary_dim" in logs:  # RoPE: tokens of all sequences, with the heads of a token in one row
         rows, width = logs["batch"] + logs["seq_len_q"], logs["num_heads"] + logs["head_dim"]
         return rows, width, logs["rotary_dim"] - logs["head_dim"]
     return tuple(logs.values())

@@ -117,8 +117,7 @@ class _Ranked(NamedTuple):
 def _expected(
     standing: list[Filtered], ctx: Context, world: World, buckets: tuple[Bucket, ...]
 ) -> tuple[Mapping[str, Expectation], tuple[Reason, ...]]:
-    """What measurements of other machines say of kernels that could run, where none of them was measured here. They are
-    asked for the middle of each bucket: one answer has to do for all sizes in it."""
+    """What other machines measured says, in the middle of each bucket, of kernels none of which was measured here."""
     ask, lookup = world.measurements.expected, world.measurements.lookup
     if ask is None or is_empty(ctx):
         return {}, ()

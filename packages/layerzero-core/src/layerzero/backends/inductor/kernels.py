@@ -16,6 +16,7 @@ from torch import Tensor
 
 from layerzero.backends.inductor.compiling import Inputs, load
 from layerzero.backends.reference import mlp
+from layerzero.model.describe import dtype_name
 
 __all__ = ["add_rms_norm", "gelu_and_mul", "layer_norm", "rms_norm", "rope"]
 
@@ -34,10 +35,6 @@ def _program(key: tuple[Any, ...], inputs: Callable[[], Inputs]) -> Callable[[li
             if found is None:
                 found = _programs[key] = load(key[0], inputs(), key[1])
     return found
-
-
-def _word(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 @lru_cache(maxsize=256)
@@ -59,7 +56,7 @@ def _rows(name: str, tensors: tuple[Tensor, ...], weights: tuple[Tensor, ...], e
     """Run a program over the last axis: `tensors` have rows, `weights` have none."""
     x = tensors[0]
     hidden, device = x.shape[-1], x.device
-    words = tuple(map(_word, (*tensors, *weights)))
+    words = tuple(map(dtype_name, (*tensors, *weights)))
 
     def inputs() -> Inputs:
         rows = tuple(((_ROWS, hidden), word, (0,)) for word in words[: len(tensors)])
@@ -128,9 +125,9 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
 
     def inputs() -> Inputs:
         inner = 1 if layout == "BHSD" else _INNER
-        tokens = ((_OUTER, _SEQ, inner, width), _word(x), (0, 1) if layout == "BHSD" else (0, 1, 2))
-        table = ((_SEQ, width // 2), _word(cos), (0,))
+        tokens = ((_OUTER, _SEQ, inner, width), dtype_name(x), (0, 1) if layout == "BHSD" else (0, 1, 2))
+        table = ((_SEQ, width // 2), dtype_name(cos), (0,))
         return (tokens, table, table)
 
-    run = _program(("rope", x.device.type, width, layout, _word(x), _word(cos)), inputs)
+    run = _program(("rope", x.device.type, width, layout, dtype_name(x), dtype_name(cos)), inputs)
     return run([_as_lies(shaped), _as_lies(cos[:seq]), _as_lies(sin[:seq])])[0].view(x.shape)
