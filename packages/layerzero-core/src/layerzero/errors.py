@@ -239,6 +239,15 @@ def one_line(error: BaseException, most: int = 400) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")[:most]
 
 
+def import_reason(function: str, error: BaseException) -> Reason:
+    """Why an adapter "module:name" cannot be imported: it is not there, or what it imports raised."""
+    module, _, name = function.partition(":")
+    gone = isinstance(error, AttributeError) and error.name == name.partition(".")[0]
+    if gone or (isinstance(error, ModuleNotFoundError) and error.name and module.startswith(error.name)):
+        return reason("KERNEL_FUNCTION_MISSING", function, detail=one_line(error, 300))
+    return reason("BACKEND_IMPORT_FAILED", one_line(error, 300))
+
+
 # -- whose exception is it? -----------------------------------------------------------------------------------------
 def from_outside(error: BaseException) -> bool:
     """Whether an exception that passed through a kernel was raised for the caller: it is then nobody's fault.

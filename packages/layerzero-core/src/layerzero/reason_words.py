@@ -183,7 +183,7 @@ class ReasonCode(enum.StrEnum):
     ADAPTATION_NOT_ALLOWED = "ADAPTATION_NOT_ALLOWED", _C.POLICY, "needs the transforms {value}, and strict_mode or allow_adaptation=false forbids them", "convert the inputs yourself or allow adaptation"
     # backend, plugin
     BACKEND_NOT_INSTALLED = "BACKEND_NOT_INSTALLED", _C.BACKEND, "the package {value} is not installed", "pip install {limit}"
-    BACKEND_IMPORT_FAILED = "BACKEND_IMPORT_FAILED", _C.BACKEND, "importing the vendor failed: {value}", "run lz doctor for the full error"
+    BACKEND_IMPORT_FAILED = "BACKEND_IMPORT_FAILED", _C.BACKEND, "importing the vendor failed: {value}", "install a version of the vendor that the backend supports, or deny the backend by policy"
     BACKEND_VERSION_MISMATCH = "BACKEND_VERSION_MISMATCH", _C.BACKEND, "version {value} is outside {limit}", "install a version in that range"
     BACKEND_CONFLICT = "BACKEND_CONFLICT", _C.BACKEND, "conflicts with {value} in one process", "isolate one of them in a subprocess"
     BACKEND_PROBE_TIMEOUT = "BACKEND_PROBE_TIMEOUT", _C.BACKEND, "the probe did not answer within {limit} s", "run the vendor's own self test"

@@ -168,6 +168,19 @@ def test_an_adapter_that_cannot_be_imported_is_found_before_a_call_meets_it(
     assert "faulty_ghost.nowhere" in check.message
 
 
+def test_a_vendor_that_raises_while_an_adapter_imports_it_is_not_a_wrong_name(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    descriptor = capabilities("ghost", {"function": "faulty_ghost.torn:rms_norm"})
+    faults.install(site, "healthy", "ghost", descriptor=descriptor)
+    (site / "faulty_ghost" / "torn.py").write_text("int + int  # as a vendor built for another compiler\n")
+    monkeypatch.setenv("LAYERZERO_PLUGINS", "ghost")
+    lz.reset()
+    check = lz.doctor("ghost", timeout=60).check("ghost", "backends")
+    assert check.status == "fail" and check.code == "BACKEND_IMPORT_FAILED"
+    assert "unsupported operand" in check.message and "capabilities.json" not in check.fix
+
+
 _RECORD = PluginRecord("vendor", "layerzero-vendor", "1.0", kernels=("vendor.rms_norm.a", "vendor.rms_norm.b"))
 _SPEC = BackendSpec("vendor", vendor="libvendor", vendor_version="2.0")
 _GOOD = ProbeResult(BackendStatus("vendor", True, "2.0", _RECORD.kernels), HealthReport("vendor", True, "", 1e-7))

@@ -23,6 +23,7 @@ from layerzero.errors import (
     InvalidInputError,
     KernelExecutionError,
     from_outside,
+    import_reason,
     importing,
 )
 from layerzero.forking import fresh_lock
@@ -30,7 +31,6 @@ from layerzero.model.decision import Decision, ExecutionPlan
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
 from layerzero.model.overlap import overlapping
-from layerzero.reasons import Reason, reason
 from layerzero.runtime.crashes import first_run
 from layerzero.runtime.state import state
 from layerzero.selection.filter import artifact_for
@@ -118,18 +118,8 @@ def resolve(kernel: KernelSpec) -> Callable[..., Any]:
     except (Exception, SystemExit) as error:  # some vendors exit when they dislike the machine
         if from_outside(error):  # a timeout during a long import, say, after which it may be tried again
             raise
-        why = _import_reason(kernel, error)
+        why = import_reason(kernel.function, error)
         raise BackendNotAvailableError(f"{kernel.kernel_id}: {why.message}", reasons=(why,)) from error
-
-
-def _import_reason(kernel: KernelSpec, error: BaseException) -> Reason:
-    module = kernel.function.partition(":")[0]
-    missing = isinstance(error, AttributeError) or (
-        isinstance(error, ModuleNotFoundError) and error.name is not None and module.startswith(error.name)
-    )
-    if missing:
-        return reason("KERNEL_FUNCTION_MISSING", kernel.function, detail=str(error))
-    return reason("BACKEND_IMPORT_FAILED", f"{type(error).__name__}: {error}")
 
 
 def bind(

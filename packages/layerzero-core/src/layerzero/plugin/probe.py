@@ -14,7 +14,7 @@ from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any
 
-from layerzero.errors import importing, one_line
+from layerzero.errors import import_reason, importing, one_line
 from layerzero.model.device import DeviceSpec
 from layerzero.model.status import BackendStatus, HealthReport
 from layerzero.plugin.distributions import install_hint, is_known
@@ -68,8 +68,7 @@ def _bindable(status: BackendStatus, loaded: Loaded) -> BackendStatus:
                 resolve_name(spec.function)
             usable.append(kernel_id)  # an id nobody registered is for the reader of the answer to notice
         except Exception as error:
-            why = reason("KERNEL_FUNCTION_MISSING", spec.function if spec else kernel_id, detail=one_line(error, 300))
-            against.append(why)
+            against.append(import_reason(spec.function if spec else kernel_id, error))
     if not against:
         return status
     reasons = (*status.reasons, *against)
