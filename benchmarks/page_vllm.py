@@ -6,9 +6,11 @@ from typing import Any
 
 
 def vllm_section(name: str, data: dict[str, Any]) -> str:
-    """What one kept file says: of a CPU, or one of the three of a GPU."""
+    """What one kept file says: of a CPU, or one of the four of a GPU."""
     if "answers" in data:
         return _answers(name, data)
+    if "profiled" in data:
+        return _profiled(name, data)
     if "tests" in data:
         return _tests(name, data)
     return _gpu(name, data) if data["machine"]["gpu"] else _cpu(name, data)
@@ -53,6 +55,27 @@ def _tests(name: str, data: dict[str, Any]) -> str:
         f"are of steps that stay vLLM's. Left out: tests that `{data['selected']}` does not name, and backends that "
         f"are not listed. Repeat: `{data['command']}`.\n"
     )
+
+
+def _profiled(name: str, data: dict[str, Any]) -> str:
+    """Which kernels a profiler saw in steps, beside what the workers report."""
+    lines = [
+        f"## {name}: kernels in a profile of vLLM's steps beside what is explained",
+        "",
+        f"{_where(data, data['machine']['gpu'])} One step of prompts and one of single tokens, by torch's profiler, "
+        "with ours as chosen and pinned. Kernels of ours are compared, in each layer, with the reported kernel run "
+        "alone on the same arguments; vLLM's own with the same step of stock vLLM (of the whole step all but those "
+        f"that Inductor names). Repeat: `{data['command']}`.",
+        "",
+        "| model | engine | step | reported | launches in attention | as explained |",
+        "|---|---|---|---|---:|---|",
+    ]
+    for row in data["profiled"]:
+        said, seen = ", ".join(f"`{one}`" for one in row["said"]), row["in_attention"]
+        launches = f"{sum(seen.values())} of {len(seen)} kinds" if seen else "in a graph"
+        verdict = f"no: {'; '.join(row['unlike'])}" if row["unlike"] else "yes"
+        lines.append(f"| {row['model']} | {row['engine']} | {row['step']} | {said} | {launches} | {verdict} |")
+    return "\n".join(lines) + "\n"
 
 
 def _gpu(name: str, data: dict[str, Any]) -> str:

@@ -1,28 +1,41 @@
-"""vLLM 0.26 with LayerZero beside stock vLLM on a GPU: answers and throughput. Run it with the Python that has vLLM.
+"""vLLM 0.26 with LayerZero beside stock vLLM on a GPU: answers, throughput, kernels. Run it with vLLM's Python.
 
     python benchmarks/vllm_cuda.py answers --json FILE [--models FOLDER] [--kind flat copying] [--dtype bfloat16 …]
-    python benchmarks/vllm_cuda.py rates --json FILE [--shape llama-1b …] [--stock FLASH_ATTN …] [--seconds N]
+    python benchmarks/vllm_cuda.py rates --json FILE [--shape llama-1b …]… [--stock FLASH_ATTN …] [--seconds N …]
+    python benchmarks/vllm_cuda.py profile --json FILE [--shape llama-1b …]
     python benchmarks/vllm_cuda.py checkpoints|classes [--models FOLDER]
 
 `answers` asks how far our attention may move a model's answers before it is a fault. Backends of one model live in one
 process, ours pinned for every step with a prompt; each is compared with FLASH_ATTN and with the same weights in float32
 by transformers. What TRITON_ATTN does, and FLASH_ATTN with the prompts in smaller batches, says what is ordinary. One
 model is random, and its answers are flat: the two best tokens lie close together. The other copies what it attends
-to, and its answers are sure. `rates` gives tokens a second, compiled and with graphs, ours as it chooses at the start;
-engines live at once, start together and take turns. Its weights are vLLM's dummies: only their number matters. The last
-two make beforehand what the others would: the checkpoints, and what vLLM keeps of a model's class.
+to, and its answers are sure.
+
+`rates` gives tokens a second, compiled and with graphs, ours as it chooses at the start. Engines live at once, start
+together (those of the shapes of one --shape) and take turns. A few rounds of all say which of vLLM's backends is best
+in a case; A+B is the pair with A in full layers and B in those with a window. Further rounds are of that one and ours,
+one after the other and then the other way round: a second run in a row finds the GPU warmer, and the ratio of such a
+block of two rounds does not see it. Weights are vLLM's dummies: only their number matters.
+
+`profile` has torch's profiler look at one step of prompts and one of single tokens, with ours as it chooses and pinned,
+and holds the kernels by name against what the worker reports: where that names a kernel of ours, against this kernel
+run alone with the same arguments; where it says vLLM's own, against the same step of stock vLLM. The last two make
+beforehand what the others would: the checkpoints, and what vLLM keeps of a model's class.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import concurrent.futures
 import importlib.util
+import itertools
 import json
 import math
 import os
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -48,12 +61,21 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 512},
     ),
 }
+SHAPES["small"] = (  # to try it on a CPU
+    "Llama",
+    {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64},
+)
 OPTIONS = {"max_model_len": 2048, "max_num_seqs": 64, "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.1}
 OPTIONS |= {"kv_cache_memory_bytes": 6 << 30, "enable_flashinfer_autotune": False}
+# many engines share the GPU: pages for 64 sequences of 192 tokens, and graphs of what is timed
+RATED = {**OPTIONS, "kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.03}
+RATED |= {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 64]}}
 CASES = {"decode B1": (1, 128, 64), "decode B64": (64, 128, 64), "prefill": (8, 1024, 1)}
 DEVICE = "cuda"
 FURTHER = 1.1  # of the rms of the further of vLLM's backends: two of one kind differ by a few per cent
 LEAST, MEAN = 0.98, 1.0  # tokens a second over the best of vLLM's: the low end of each case's interval, and the mean
+RANKED = 3  # rounds of all engines that say which of vLLM's is best
 LOOKED_AT = 5  # vLLM's check_logprobs_close: a token that parts is among this many best ones of the other side
 
 
@@ -245,50 +267,89 @@ def interval(ratios: list[float]) -> tuple[float, float]:
     return medians[50], medians[-51]
 
 
-def timed(engines: dict[str, Any], vocabulary: int, until: float) -> Iterator[dict[str, Any]]:
-    """Rounds in which every engine runs every case once, in turning order; ours over the quickest of the others."""
+def blocks(rounds: list[tuple[float, float]]) -> list[float]:
+    """Ratios of blocks of two rounds (seconds of stock, of ours), the second of which ran in the other order."""
+    pairs = zip(rounds[::2], rounds[1::2], strict=True)
+    return [math.sqrt(one[0] * other[0] / (one[1] * other[1])) for one, other in pairs]
+
+
+def timed(engines: dict[str, Any], vocabulary: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """A row for each case: ours over the quickest of the others, which rounds of their own have found."""
     draw, names = random.Random(1), list(engines)
-    seconds: dict[str, dict[str, list[float]]] = {case: {name: [] for name in names} for case in CASES}
-    turn = 0
-    while time.time() < until or turn < 3:
-        for case, (count, length, new) in CASES.items():
-            prompts = [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                taken = engines[name].generate(prompts, new)["seconds"]
-                if turn:  # the first one warms up
-                    seconds[case][name].append(taken)
+
+    def run(case: str, order: list[str]) -> dict[str, float]:
+        count, length, _ = CASES[case]
+        prompts = [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
+        return {name: engines[name].generate(prompts, CASES[case][2])["seconds"] for name in order}
+
+    ranked: dict[str, dict[str, list[float]]] = {case: {name: [] for name in names} for case in CASES}
+    for turn in range(RANKED + 1):
+        for case in CASES:
+            for name, taken in run(case, names[turn % len(names) :] + names[: turn % len(names)]).items():
+                ranked[case][name] += [taken] if turn else []  # the first one warms up
+    least = {case: {name: statistics.median(found) for name, found in ranked[case].items()} for case in CASES}
+    best = {case: min((name for name in names if name != "layerzero"), key=least[case].__getitem__) for case in CASES}
+    longest = max(found["layerzero"] for found in least.values())
+    taken: dict[str, list[tuple[float, float]]] = {case: [] for case in CASES}
+    until, turn = time.time() + seconds, 0
+    while time.time() < until or turn < 2:
+        for case, stock in best.items():
+            for _ in range(min(max(round(longest / least[case]["layerzero"] / 2), 1), 3)):  # short ones more often
+                for order in ([stock, "layerzero"], ["layerzero", stock]):
+                    found = run(case, order)
+                    taken[case].append((found[stock], found["layerzero"]))
         turn += 1
     for case, (count, length, new) in CASES.items():
-        work = count * (length if new == 1 else new)
-        rates = {name: round(work / statistics.median(found), 1) for name, found in seconds[case].items()}
-        stock = max((name for name in names if name != "layerzero"), key=rates.__getitem__)
-        ratios = [a / b for a, b in zip(seconds[case][stock], seconds[case]["layerzero"], strict=True)]
+        work, ratios = count * (length if new == 1 else new), blocks(taken[case])
         low, high = interval(ratios)
-        row = {"case": case, "prompts": count, "prompt_tokens": length, "new_tokens": new, "rounds": len(ratios)}
-        row |= {"stock": stock, "stock_tokens_s": rates[stock], "tokens_s": rates["layerzero"], "all": rates}
-        yield {**row, "times": round(statistics.median(ratios), 4), "low": round(low, 4), "high": round(high, 4)}
+        rates = [round(work / statistics.median(found), 1) for found in zip(*taken[case], strict=True)]
+        row = {"case": case, "prompts": count, "prompt_tokens": length, "new_tokens": new, "rounds": len(taken[case])}
+        row |= {"stock": best[case], "stock_tokens_s": rates[0], "tokens_s": rates[1]}
+        row["all"] = {name: round(work / found, 1) for name, found in least[case].items()}
+        row |= {"times": round(statistics.median(ratios), 4), "low": round(low, 4), "high": round(high, 4)}
+        yield {**row, "seconds": [[round(second, 4) for second in pair] for pair in taken[case]]}
+
+
+def attention_of(name: str) -> dict[str, Any]:
+    """The options of an engine with this backend, or with a pair of them."""
+    if "+" not in name:
+        return {"attention_backend": "CUSTOM" if name == "layerzero" else name}
+    full, window = name.split("+")
+    return {"attention_config": {"backend": full, "backend_per_kind": {"sliding_window": window}}}
 
 
 def rates(given: argparse.Namespace) -> None:
-    """Engines of each shape, started together; tokens a second."""
-    base, report = beside("vllm"), Report(given.json)
-    report.data |= {"engine": {**OPTIONS, "enforce_eager": False}, "models": report.rows, "figures": {}}
-    folders = {shape: config_of(shape, given.models) for shape in given.shape}
-    began = time.time()
+    """Engines of each group of shapes, started together; tokens a second."""
+    report = Report(given.json)
+    report.data |= {"engine": {**RATED, "enforce_eager": False}, "models": report.rows, "figures": {}}
+    seconds = list(given.seconds)
+    for group in given.shape or [["llama-1b"]]:
+        _rate(given, report, group, [seconds.pop(0) if len(seconds) > 1 else seconds[0] for _ in group])
 
-    names = [*given.stock, "layerzero"]
-    engines_of = {shape: {name: base.Engine.__new__(base.Engine) for name in names} for shape in folders}
+
+def _rate(given: argparse.Namespace, report: Report, group: list[str], seconds: list[float]) -> None:
+    base, began = beside("vllm"), time.time()
+    folders = {shape: config_of(shape, given.models) for shape in group}
+    engines_of = {
+        shape: {
+            name: base.Engine.__new__(base.Engine)
+            for name in [*given.stock, "layerzero"]
+            if "+" not in name or "sliding_window" in SHAPES[shape][1]
+        }
+        for shape in folders
+    }
 
     def start(shape: str, name: str) -> None:
-        options = {**OPTIONS, "load_format": "dummy", "attention_backend": "CUSTOM" if name == "layerzero" else name}
+        options = {**RATED, "load_format": "dummy", **attention_of(name)}
         # engines that start together do not share what vLLM compiles
         env = {"LAYERZERO_VLLM_REPORTS": str(given.models / "reports" / shape), "VLLM_DISABLE_COMPILE_CACHE": "1"}
         engine = engines_of[shape][name]
         engine.__init__(folders[shape], "bfloat16", "on" if name == "layerzero" else "off", options, env)
         report.say(f"{shape} {name}: started in {engine.start_s:.1f} s")
 
-    with concurrent.futures.ThreadPoolExecutor(len(names) * len(folders)) as pool:
-        begun = {(shape, name): pool.submit(start, shape, name) for shape in folders for name in names}
+    wanted = [(shape, name) for shape, found in engines_of.items() for name in found]
+    with concurrent.futures.ThreadPoolExecutor(len(wanted)) as pool:
+        begun = {item: pool.submit(start, *item) for item in wanted}
         concurrent.futures.wait(begun.values(), timeout=given.start_by)
         for (shape, name), one in begun.items():
             if not one.done():
@@ -297,13 +358,17 @@ def rates(given: argparse.Namespace) -> None:
         if one.exception() is not None:
             report.say(f"{shape} {name} is left out: {one.exception()!r}")
             del engines_of[shape][name]
-    started = {shape: found for shape, found in engines_of.items() if len(found) > 1 and "layerzero" in found}
     report.say(f"all started after {time.time() - began:.0f} s")
-    for shape, engines in started.items():
+    for (shape, engines), budget in zip(engines_of.items(), seconds, strict=True):
+        if len(engines) < 2 or "layerzero" not in engines:
+            continue
+        if given.core is not None:  # the threads that launch take turns on one core
+            for engine in engines.values():
+                os.sched_setaffinity(engine.process.pid, {given.core})
         row: dict[str, Any] = {"model": shape, "dtype": "bfloat16", "sizes": SHAPES[shape][1]}
         row |= {"start_s": round(engines["layerzero"].start_s, 1)}
         row |= {"stock_start_s": round(min(engines[name].start_s for name in engines if name != "layerzero"), 1)}
-        row["cases"] = list(timed(engines, SHAPES[shape][1]["vocab_size"], time.time() + given.seconds))
+        row["cases"] = list(timed(engines, SHAPES[shape][1]["vocab_size"], budget))
         told = workers(given.models / "reports" / shape)
         row["chosen"] = [
             {key: one[key] for key in ("kind", "phase", "winner", "kernel", "reason")} for one in told["choices"]
@@ -319,6 +384,163 @@ def rates(given: argparse.Namespace) -> None:
     for engines in engines_of.values():
         for engine in engines.values():
             engine.close()
+
+
+# -- profile ---------------------------------------------------------------------------------------------------------
+RANGE, THEIR_RANGE = "layerzero::paged_attention", "vllm::unified_attention_with_output"
+UNLIKE = "steps whose kernels are not those explained"
+THEIRS = "vLLM's own"  # as reports say it
+PROFILED = (4, 256)  # prompts and their tokens: one step of prompts, then one of single tokens
+
+
+def inside(trace: list[dict[str, Any]], name: str) -> list[list[str]]:
+    """For each range of this name, in order, the kernels that were launched in it; on a CPU the ops."""
+    spans = [item for item in trace if item.get("name") == name and item.get("cat") in ("cpu_op", "user_annotation")]
+    starts = {item["args"]["correlation"]: item for item in trace if item.get("cat") in ("cuda_runtime", "cuda_driver")}
+    launched = [
+        (starts.get(item["args"]["correlation"]), item["name"]) for item in trace if item.get("cat") == "kernel"
+    ]
+    if not launched and not starts:
+        launched = [(item, item["name"]) for item in trace if item.get("cat") == "cpu_op" and item["name"] != name]
+    found = []
+    for span in sorted(spans, key=lambda item: float(item["ts"])):
+        end = span["ts"] + span["dur"]
+        within = [(at, what) for at, what in launched if at is not None and at["tid"] == span["tid"]]
+        found.append([what for at, what in within if span["ts"] <= at["ts"] <= end])
+    return found
+
+
+def seen(call: Any) -> dict[str, Any]:
+    """What torch's profiler saw of a call: kernels, and those of each attention layer, ours and vLLM's."""
+    import tempfile
+
+    import torch
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    with torch.profiler.profile(activities=activities) as profiler:
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        trace = json.loads(Path(folder, "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    kind = "kernel" if torch.cuda.is_available() else "cpu_op"
+    kernels = collections.Counter(item["name"] for item in trace if item.get("cat") == kind)
+    found = {"kernels": dict(kernels.most_common()), "on": "cuda" if kind == "kernel" else "cpu"}
+    return {**found, "ours": inside(trace, RANGE), "vllm": inside(trace, THEIR_RANGE)}
+
+
+def steps(given: argparse.Namespace) -> None:
+    """One engine, in this process: its steps as the profiler sees them, and our kernels alone on the same arguments."""
+    import torch
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    ((shape,),), (backend,) = given.shape, given.stock
+    options = {**RATED, "load_format": "dummy", "async_scheduling": False, **attention_of(backend)}
+    if not torch.cuda.is_available():  # vLLM takes no other backend there; nothing is compiled
+        options = {"enforce_eager": True, "max_model_len": 512, "max_num_batched_tokens": 2048, "load_format": "dummy"}
+    model = config_of(shape, given.models)
+    engine = LLM(model=str(model), dtype=given.dtype[0], skip_tokenizer_init=True, **options)
+    draw, (count, length) = random.Random(2), PROFILED
+
+    def prompts() -> list[Any]:
+        vocabulary = SHAPES[shape][1]["vocab_size"]
+        drawn = [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
+        return [TokensPrompt(prompt_token_ids=one) for one in drawn]
+
+    sampling = SamplingParams(temperature=0, detokenize=False, ignore_eos=True, max_tokens=2)
+    engine.generate(prompts(), sampling, use_tqdm=False)  # warms up
+    for place, prompt in enumerate(prompts()):
+        engine.llm_engine.add_request(str(place), prompt, sampling)
+    calls: list[tuple[Any, ...]] = []
+    found: dict[str, Any] = {"steps": {}, "layers": []}
+    if backend == "layerzero":
+        from layerzero_vllm import attend
+        from layerzero_vllm.report import folder, newest, read
+        from layerzero_vllm.worker import kind_of
+
+        real = attend.attend
+
+        def kept(*arguments: Any) -> Any:
+            calls.append(arguments)
+            return real(*arguments)
+
+        attend.attend = kept
+    for step in ("prefill", "decode"):
+        calls.clear()
+        found["steps"][step] = seen(engine.llm_engine.step)
+        if backend != "layerzero":
+            continue
+        import layerzero as lz
+
+        (told,) = newest(read(folder()))
+        config = engine.llm_engine.vllm_config
+        layers = config.compilation_config.static_forward_context.values()
+        kinds = [str(kind_of(layer.impl, DEVICE, 0, config)) for layer in layers]
+        said = {(one["kind"], one["phase"].split(" B")[0]): one["kernel"] for one in told["choices"]}
+        alone = []
+        served = [kind for kind in kinds if said[kind, step] != THEIRS]
+        for kind, arguments in zip(served, list(calls), strict=False):
+            with lz.scoped(locks={"paged_attention": said[kind, step]}):
+                real(*arguments)
+                alone += seen(lambda arguments=arguments: real(*arguments))["ours"]  # type: ignore[misc]
+        found["steps"][step] |= {"said": [said[kind, step] for kind in kinds], "alone": alone}
+        found["versions"] = told["versions"]
+    found["torch"] = torch.__version__
+    given.json.write_text(json.dumps(found), encoding="utf-8")
+
+
+def unlike(step: dict[str, Any], stock: dict[str, Any]) -> list[str]:
+    """What of a step is not as its worker reports it; nothing where all is."""
+    ours = [said for said in step["said"] if said != THEIRS]
+    theirs = [place for place, said in enumerate(step["said"]) if said == THEIRS]
+    wrong = [] if len(step["ours"]) == len(ours) else [f"{len(step['ours'])} calls of ours instead of {len(ours)}"]
+    for place, (said, one, alone) in enumerate(zip(ours, step["ours"], step["alone"], strict=False)):
+        begun = one[-len(alone) :] if place == 0 and alone else one  # the first call looks at the step's batch before
+        wrong += [f"layer {place} of ours: not the kernels of {said} alone"] if begun != alone else []
+    layers = [[of["vllm"][place] for place in theirs if of["vllm"]] for of in (step, stock)]  # none are seen in a graph
+    wrong += [] if layers[0] == layers[1] else ["other kernels in vLLM's attention layers than stock's"]
+    parts = [{name: many for name, many in of["kernels"].items() if "triton_" not in name} for of in (step, stock)]
+    whole = not ours and stock["on"] == "cuda"  # on a CPU linears may be ours, too
+    return wrong + (["other kernels in the step than stock's"] if whole and parts[0] != parts[1] else [])
+
+
+def profile(given: argparse.Namespace) -> None:
+    """Three engines of each shape at once, each in a process of its own; what each step ran beside what is reported."""
+    import tempfile
+
+    report = Report(given.json)
+    report.data |= {"engine": RATED, "profiled": report.rows, "figures": {}}
+    ways = {"stock": ("FLASH_ATTN", ""), "chosen": ("layerzero", ""), "pinned": ("layerzero", "layerzero")}
+    shapes = [shape for group in given.shape or [["llama-1b"]] for shape in group]
+    with tempfile.TemporaryDirectory() as where:
+        running = {}
+        for shape, (way, (backend, choice)) in itertools.product(shapes, ways.items()):
+            words = [sys.executable, "-P", __file__, "steps", "--shape", shape, "--stock", backend]
+            words += ["--models", str(given.models / way), "--json", f"{where}/{shape}-{way}.json"]
+            words += ["--dtype", given.dtype[0]]
+            env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_DISABLE_COMPILE_CACHE": "1"}
+            env |= {"LAYERZERO_VLLM": "on" if backend == "layerzero" else "off", "LAYERZERO_VLLM_CHOICE": choice}
+            env |= {"LAYERZERO_VLLM_REPORTS": f"{where}/{shape}-{way}", "TORCHINDUCTOR_CACHE_DIR": f"{where}/c{way}"}
+            running[shape, way] = subprocess.Popen(words, env={**os.environ, **env})
+        ended = {item: one.wait() for item, one in running.items()}
+        if any(ended.values()):
+            raise SystemExit(f"engines ended with {ended}")
+        wrong = 0
+        for shape in shapes:
+            told = {way: json.loads(Path(where, f"{shape}-{way}.json").read_text(encoding="utf-8")) for way in ways}
+            for way, step in itertools.product(("chosen", "pinned"), ("prefill", "decode")):
+                one, other = told[way]["steps"][step], told["stock"]["steps"][step]
+                row = {"model": shape, "engine": way, "step": step, "unlike": unlike(one, other)}
+                row |= {"layers": len(one["said"]), "said": sorted(set(one["said"]))}
+                names = [name for layer in one["ours"] or one["vllm"] for name in layer]
+                row |= {"in_attention": dict(collections.Counter(names)), "kernels": one["kernels"]}
+                wrong += bool(row["unlike"])
+                report.data["figures"] = {UNLIKE: {"value": wrong, "at_most": 0}}
+                report.add(row)
+            report.data |= {"versions": told["chosen"]["versions"]}
+    report.timing.write_json(report.path, report.data)
 
 
 # -- what is kept ----------------------------------------------------------------------------------------------------
@@ -344,7 +566,10 @@ class Report:
     def add(self, row: dict[str, Any]) -> None:
         """One more row."""
         self.rows.append(row)
-        self.say(json.dumps({key: value for key, value in row.items() if key not in ("sizes", "chosen")}))
+        short = {key: value for key, value in row.items() if key not in ("sizes", "chosen", "kernels")}
+        if "cases" in short:
+            short["cases"] = [{**case, "seconds": len(case["seconds"])} for case in row["cases"]]
+        self.say(json.dumps(short))
         self.timing.write_json(self.path, self.data)
 
     def keep(self, told: dict[str, Any]) -> None:
@@ -353,21 +578,28 @@ class Report:
         self.timing.write_json(self.path, self.data)
 
 
+WHAT = {"answers": answers, "rates": rates, "profile": profile, "checkpoints": checkpoints, "classes": classes}
+WHAT["steps"] = steps  # one engine of `profile`
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("answers", "rates", "checkpoints", "classes"))
+    parser.add_argument("what", choices=tuple(WHAT))
     parser.add_argument("--json", type=Path, default=Path("build/vllm_cuda.json"), help="where to write")
     parser.add_argument("--models", type=Path, default=Path("build/vllm-models"), help="where checkpoints are kept")
     parser.add_argument("--kind", nargs="+", choices=("flat", "copying"), default=("flat", "copying"))
-    parser.add_argument("--dtype", nargs="+", choices=("bfloat16", "float16"), default=("bfloat16", "float16"))
+    parser.add_argument(
+        "--dtype", nargs="+", choices=("bfloat16", "float16", "float32"), default=("bfloat16", "float16")
+    )
     parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=("llama-1b",))
-    parser.add_argument("--stock", nargs="+", default=("FLASH_ATTN",), help="vLLM's backends to compare with")
+    parser.add_argument("--shape", nargs="+", action="append", choices=SHAPES, help="those of one option live at once")
+    parser.add_argument("--stock", nargs="+", default=("FLASH_ATTN",), help="vLLM's backends to compare with, or pairs")
+    parser.add_argument("--core", type=int, help="where the engines' own threads run, in turns")
     parser.add_argument("--start-by", type=float, help="seconds after which engines that are not ready are left out")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of rounds for each shape")
+    parser.add_argument("--seconds", type=float, nargs="+", default=[40.0], help="of rounds for each shape")
     given = parser.parse_args()
-    {"answers": answers, "rates": rates, "checkpoints": checkpoints, "classes": classes}[given.what](given)
+    WHAT[given.what](given)
 
 
 if __name__ == "__main__":

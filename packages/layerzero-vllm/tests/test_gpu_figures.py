@@ -83,11 +83,14 @@ class Paced:
 
 def test_ours_is_timed_over_the_quickest_of_vllms_backends():
     engines = {"FLASH_ATTN": Paced(0.2), "TRITON_ATTN": Paced(0.1), "layerzero": Paced(0.125)}
-    rows = {row["case"]: row for row in bench.timed(engines, 100, until=0.0)}
+    rows = {row["case"]: row for row in bench.timed(engines, 100, seconds=0.0)}
     assert list(rows) == list(bench.CASES)
     row = rows["decode B64"]
     assert (row["stock"], row["stock_tokens_s"], row["tokens_s"]) == ("TRITON_ATTN", 640.0, 512.0)
-    assert (row["times"], row["low"], row["high"], row["rounds"]) == (0.8, 0.8, 0.8, 2)
+    assert (row["times"], row["low"], row["high"], row["rounds"]) == (0.8, 0.8, 0.8, 4)
+    assert row["all"] == {"FLASH_ATTN": 320.0, "TRITON_ATTN": 640.0, "layerzero": 512.0}
+    assert row["seconds"] == [[6.4, 8.0]] * 4  # every round is kept
+    assert rows["decode B1"]["rounds"] == 12  # short ones run more often
     assert rows["prefill"]["tokens_s"] == 8192.0  # of the prompt
 
 
@@ -95,6 +98,78 @@ def test_the_interval_of_a_median_is_as_wide_as_the_rounds_are_apart():
     assert bench.interval([1.0] * 20) == (1.0, 1.0)
     low, high = bench.interval([0.9, 1.1] * 10)
     assert low == pytest.approx(0.9) and high == pytest.approx(1.1)
+
+
+class Warmer(Paced):
+    """A second run in a row is slower, whoever makes it."""
+
+    last = 0
+
+    def generate(self, prompts: list[list[int]], new: int) -> dict[str, float]:
+        Warmer.last = (Warmer.last + 1) % 2
+        return {"seconds": self.seconds * (1.0 if Warmer.last else 1.1)}
+
+
+def test_who_ran_second_is_not_seen_in_a_block_of_two_rounds():
+    rows = list(bench.timed({"FLASH_ATTN": Warmer(0.1), "layerzero": Warmer(0.1)}, 100, seconds=0.0))
+    assert {tuple(pair) for row in rows for pair in row["seconds"]} == {(0.1, 0.11), (0.11, 0.1)}
+    assert {(row["times"], row["low"], row["high"]) for row in rows} == {(1.0, 1.0, 1.0)}
+
+
+def test_a_pair_of_backends_is_one_for_full_layers_and_one_for_those_with_a_window():
+    assert bench.attention_of("layerzero") == {"attention_backend": "CUSTOM"}
+    assert bench.attention_of("TRITON_ATTN") == {"attention_backend": "TRITON_ATTN"}
+    assert bench.attention_of("FLASH_ATTN+TRITON_ATTN") == {
+        "attention_config": {"backend": "FLASH_ATTN", "backend_per_kind": {"sliding_window": "TRITON_ATTN"}}
+    }
+
+
+def event(cat: str, name: str, ts: float, dur: float = 1.0, tid: int = 1, **args: int) -> dict[str, object]:
+    return {"cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
+
+
+TRACE = [
+    event("user_annotation", bench.RANGE, 10, 10),
+    event("gpu_user_annotation", bench.RANGE, 30, 10),
+    event("cuda_runtime", "cudaLaunchKernel", 12, correlation=1),
+    event("cuda_runtime", "cudaLaunchKernel", 25, correlation=2),
+    event("cuda_driver", "cuLaunchKernelEx", 52, correlation=3),
+    event("cuda_runtime", "cudaLaunchKernel", 54, tid=2, correlation=4),
+    event("user_annotation", bench.RANGE, 50, 10),
+    event("kernel", "gather", 31, tid=7, correlation=1),
+    event("kernel", "outside", 33, tid=7, correlation=2),
+    event("kernel", "flash", 60, tid=7, correlation=3),
+    event("kernel", "of another thread", 61, tid=7, correlation=4),
+]
+
+
+def test_kernels_belong_to_the_layer_in_which_they_were_launched():
+    assert bench.inside(TRACE, bench.RANGE) == [["gather"], ["flash"]]
+    on_a_cpu = [
+        event("cpu_op", bench.THEIR_RANGE, 5, 10),
+        event("cpu_op", "_C::attention", 7),
+        event("cpu_op", "z", 20),
+    ]
+    assert bench.inside(on_a_cpu, bench.THEIR_RANGE) == [["_C::attention"]]
+
+
+def test_a_step_that_ran_other_kernels_than_its_report_says_is_told():
+    stock = {"vllm": [["flash"]] * 2, "kernels": {"flash": 2, "triton_poi_0": 1}, "on": "cuda"}
+    theirs = {"said": ["vLLM's own"] * 2, "ours": [], "alone": [], **stock, "kernels": {"flash": 2, "triton_poi_1": 1}}
+    assert bench.unlike(theirs, stock) == []
+    assert bench.unlike({**theirs, "ours": [["gather"]]}, stock) == ["1 calls of ours instead of 0"]
+    assert bench.unlike({**theirs, "vllm": [["flash"], []]}, stock)
+    assert bench.unlike({**theirs, "kernels": {"flash": 1, "gather": 1}}, stock)
+    ours = {"said": ["a", "b"], "ours": [["gather"], ["dense"]], "alone": [["gather"], ["dense"]], **stock}
+    assert bench.unlike(ours, stock) == []
+    assert bench.unlike({**ours, "ours": [["check", "gather"], ["dense"]]}, stock) == []  # of the batch, once a step
+    (said,) = bench.unlike({**ours, "ours": [["gather"], ["check", "dense"]]}, stock)
+    assert said == "layer 1 of ours: not the kernels of b alone"
+    assert bench.unlike({**ours, "alone": [["dense"], ["dense"]]}, stock)
+    assert bench.unlike({**ours, "ours": [["gather"]]}, stock) == ["1 calls of ours instead of 2"]
+    mixed = {**ours, "said": ["vLLM's own", "b"], "ours": [["dense"]], "alone": [["dense"]]}
+    assert bench.unlike({**mixed, "vllm": [["flash"], ["dense"]]}, stock) == []
+    assert bench.unlike({**mixed, "vllm": [["dense"], ["flash"]]}, stock)
 
 
 HEAD = {"commit": "abc", "command": "python benchmarks/vllm_cuda.py", "versions": {"vllm": "0.26.0", "torch": "2.11.0"}}
@@ -115,11 +190,19 @@ def test_the_page_tells_of_answers_rates_and_vllms_own_tests():
         "stock_start_s": 58.0,
         "chosen": [{"winner": "vllm"}],
     }
-    model["cases"] = list(bench.timed(engines, 100, until=0.0))
+    model["cases"] = list(bench.timed(engines, 100, seconds=0.0))
     said = section(
         "here", {**gpu, "models": [model], "engine": {"max_num_batched_tokens": 8192}, "geometric_mean": 1.0}
     )
     assert "| decode B1, 1 × 128 + 64 | 640 | 640 (FLASH_ATTN) | 1.000 | 1.000 to 1.000 | 60.0 | 58.0 |" in said
+
+    row = {"model": "llama-1b", "engine": "pinned", "step": "prefill", "layers": 16, "unlike": []}
+    row |= {"said": ["sdpa.paged_attention.gather"], "in_attention": {"gather": 16}, "kernels": {}}
+    said = section("here", {**gpu, "profiled": [row, {**row, "step": "decode", "unlike": ["1 calls of ours"]}]})
+    assert "| llama-1b | pinned | prefill | `sdpa.paged_attention.gather` | 16 of 1 kinds | yes |" in said
+    assert (
+        "| llama-1b | pinned | decode | `sdpa.paged_attention.gather` | 16 of 1 kinds | no: 1 calls of ours |" in said
+    )
 
     tests = [
         {"test": "a", "outcome": "passed", "ours": {"sdpa.paged_attention.gather": 1}},

@@ -171,6 +171,18 @@ def test_two_ranks_choose_alike(harness, model, engine, tmp_path):
         assert one[name] == other[name] and one[name]
 
 
+def test_a_profile_of_both_kinds_of_steps_shows_what_the_report_names(python, tmp_path):
+    words = [str(python), "-P", str(HARNESS.with_name("vllm_cuda.py")), "profile", "--shape", "small"]
+    words += ["--dtype", "float32", "--models", str(tmp_path), "--json", str(tmp_path / "found.json")]
+    env = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "passive", "VLLM_LOGGING_LEVEL": "ERROR"}
+    subprocess.run(words, check=True, env={**os.environ, **env})
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert list(found["figures"].values()) == [{"value": 0, "at_most": 0}], found["profiled"]
+    rows = {(row["engine"], row["step"]): row for row in found["profiled"]}
+    assert rows["pinned", "decode"]["said"] == ["cpu.paged_attention.flash"]
+    assert rows["pinned", "prefill"]["kernels"]["layerzero::paged_attention"] == rows["pinned", "prefill"]["layers"]
+
+
 def test_the_server_answers_two_hundred_requests_with_stocks_tokens(python, harness, model, engine, tmp_path):
     where = model("llama")
     prompts = harness.mixed_prompts(200, harness.SMALL["vocab_size"])
