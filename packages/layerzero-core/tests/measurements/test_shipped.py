@@ -248,12 +248,44 @@ def test_tokens_of_rope_count_together_and_unused_pages_not_at_all():
     axes = ("batch", "num_heads", "num_kv_heads", "seq_len_q", "head_dim", "rotary_dim")
     points = [Point(sizes, "float16", 1e6, 1e6, 20.0, {"k": ratio})
               for sizes, ratio in (((1, 16, 4, 4096, 64, 64), 0.5), ((8, 1, 1, 64, 128, 128), 3.0))]  # fmt: skip
-    (found,) = Kind(points, axes).estimates(["k"], (32, 8, 8, 128, 128, 128), "float16", (1e6, 1e6)).values()
+    (found,) = Kind(points, axes).estimates(["k"], (32, 16, 8, 128, 64, 64), "float16", (1e6, 1e6)).values()
     assert found.octaves == 0.0 and found.nearest is points[0]
+    (found,) = Kind(points, axes).estimates(["k"], (32, 8, 8, 128, 128, 128), "float16", (1e6, 1e6)).values()
+    assert found.octaves == pytest.approx(1.0)  # as many bytes a token, in heads twice as wide
     axes = ("batch", "num_heads", "num_kv_heads", "head_dim", "seq_len_q", "seq_len_k", "page_size", "num_blocks")
     paged = Point((2, 8, 2, 64, 1, 512, 16, 64), "float16", 1e6, 1e6, 20.0, {"k": 0.5})
     (found,) = Kind([paged], axes).estimates(["k"], (2, 8, 2, 64, 1, 512, 16, 65536), "float16", (1e6, 1e6)).values()
     assert found.octaves == 0.0
+
+
+def test_heads_wider_than_128_are_told_from_each_other_first():
+    """As on the H200: torch takes other code for them, and a split kernel in float32 was twenty times slower at 256
+    than at 128, one octave away."""
+    axes = ("batch", "num_heads", "num_kv_heads", "seq_len_q", "seq_len_k", "head_dim", "head_dim_v")
+
+    def point(keys, width, ratio):
+        return Point((4, 8, 2, 1, keys, width, width), "float32", 1e6, 1e6, 20.0, {"k": ratio})
+
+    narrow = [point(keys, width, 0.1) for keys in (1024, 4096) for width in (64, 96, 128)]
+    kind = Kind([*narrow, *(point(keys, 256, 2.0) for keys in (256, 1024, 8192, 16384))], axes)
+    for width, slow in ((128, False), (192, True), (256, True)):
+        (found,) = kind.estimates(["k"], (4, 8, 2, 1, 2048, width, width), "float32", (1e6, 1e6)).values()
+        assert (found.nearest.sizes[5] == 256) is slow, width
+    assert found.ratio > 1.0
+
+
+def test_between_measured_calls_ratios_follow_the_rooflines_half_the_way():
+    """Torch's code moves bytes, the kernel waits for its launch: at eight times the bytes, two rooflines say an eighth
+    of the ratio; the square root of it is what counts for calls in between."""
+    points = [Point((rows, 1024), "float16", 1e3 * rows, 0.0, 0.01 * rows, {"k": 1000.0 / rows})
+              for rows in (1000, 1010, 1020, 1030, 64000)]  # fmt: skip
+    kind = Kind(points, ("rows", "hidden"))
+    near, further = (
+        kind.estimates(["k"], (rows, 1024), "float16", (1e3 * rows, 0.0))["k"].ratio for rows in (1000, 2000)
+    )
+    measured = kind.estimates(["k"], (2000, 1024), "float16", (1e3 * 1000, 0.0))["k"].ratio
+    assert near == pytest.approx(1.0, rel=0.05)
+    assert further / measured == pytest.approx(0.5**0.5, rel=0.02)
 
 
 def attention_file(*groups):

@@ -1,8 +1,9 @@
 """From measured calls to a call between them: a roofline through all, bent to the nearest.
 
 The roofline of a kernel is the longest of its bytes over the bandwidth it reached, its operations over the rate it
-reached, and its shortest time. What the measured ratios to torch's own code differ from the ratio of two rooflines is
-interpolated by inverse distance over the logarithms of the sizes. Far from every measured call the roofline stands
+reached, and its shortest time. Measured ratios to torch's own code are interpolated by inverse distance over the
+logarithms of the sizes; between them the ratio follows that of two rooflines half the way (on each of our machines
+that tells calls that were left out better than all of it or nothing). Far from every measured call the roofline stands
 alone. Pure functions of numbers.
 """
 
@@ -14,13 +15,15 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-FARTHEST = 5.0
+FARTHEST = 8.0
 """Octaves: from measured calls further away nothing is interpolated."""
 _NEIGHBOURS = 4
 _SOFTENING = 0.25  # octaves: a call measured twice is not believed absolutely
 _CLOSE = 1.0  # octaves up to which the first calls of a kernel speak that is newer than the others
 _OTHER_DTYPE = 1.0  # octaves between float16 and bfloat16
 _ONE_QUERY = 4.0  # octaves between a decode step and a call with more queries
+_FOLLOWED = 0.5  # how far ratios follow the rooflines between measured calls
+_WIDE, _WIDER = 7.0, 1.5  # beyond 128 numbers a head other code runs: so many octaves away
 _SIDE_BY_SIDE = {"batch", "num_kv_heads", "num_heads", "seq_len_q", "seq_len_k"}
 _RELATIVE = (("num_heads", "num_kv_heads"), ("head_dim_v", "head_dim"), ("tokens", "batch"))
 _REACHED = 0.9  # the quantile of measured rates that counts as reached; one lucky call does not
@@ -52,7 +55,8 @@ class Estimate(NamedTuple):
 
 def _place(axes: Sequence[str], sizes: Sequence[int]) -> tuple[float, ...]:
     """Sizes on the scale that distances are measured on. Kernels of attention run the heads of all sequences side by
-    side, so these count together; sizes that follow from others by what they differ; decode steps are far away."""
+    side, so these count together; sizes that follow from others by what they differ; decode steps are far away. Tiles
+    depend on the width of a head and the heads of a group, so these count more."""
     logs = {axis: math.log2(max(size, 1)) for axis, size in zip(axes, sizes, strict=True)}
     if logs.keys() >= _SIDE_BY_SIDE:
         for axis, other in _RELATIVE:
@@ -61,9 +65,11 @@ def _place(axes: Sequence[str], sizes: Sequence[int]) -> tuple[float, ...]:
         logs["batch"] += logs.pop("num_kv_heads")
         logs.pop("num_blocks", None)  # how many pages lie unused says nothing of a call
         logs["steps"] = _ONE_QUERY * (logs["seq_len_q"] == 0.0)
+        logs["wide"] = _WIDER * (logs["head_dim"] > _WIDE)
+        logs |= {"num_heads": 1.5 * logs["num_heads"], "head_dim": 2.0 * logs["head_dim"]}
     elif "rotary_dim" in logs:  # RoPE: tokens of all sequences, with the heads of a token in one row
-        rows, width = logs["batch"] + logs["seq_len_q"], logs["num_heads"] + logs["head_dim"]
-        return rows, width, logs["rotary_dim"] - logs["head_dim"]
+        width, tokens = logs["head_dim"], logs["batch"] + logs["seq_len_q"]
+        return tokens, 0.75 * (logs["num_heads"] + width), width, logs["rotary_dim"] - width
     return tuple(logs.values())
 
 
@@ -74,7 +80,6 @@ class Kind:
         self.points, self._axes = tuple(points), axes
         self._places = [_place(axes, point.sizes) for point in self.points]
         self._rates: dict[str, tuple[float, float, float]] = {}
-        self._bends: dict[tuple[str, int], float] = {}
 
     def estimates(
         self, names: Sequence[str], sizes: Sequence[int], dtype: str, cost: tuple[float, float], near: bool = True
@@ -92,8 +97,9 @@ class Kind:
             bent = near and (few or far <= FARTHEST)
             if bent:
                 weights = [(distance + _SOFTENING) ** -2 for distance, _ in own]
-                bends = [math.log(points[at].ratios[name]) if few else self._bend(name, at) for _, at in own]
-                ratio = (1.0 if few else ratio) * math.exp(sum(map(operator.mul, weights, bends)) / sum(weights))
+                followed = 0.0 if few else _FOLLOWED
+                bends = [self._bend(name, at, followed) for _, at in own]
+                ratio = ratio**followed * math.exp(sum(map(operator.mul, weights, bends)) / sum(weights))
             found[name] = Estimate(ratio, base_us, points[first], far, bent)
         return found
 
@@ -101,14 +107,11 @@ class Kind:
         point = self.points[index]
         return math.hypot(math.dist(self._places[index], here), point.apart, _OTHER_DTYPE * (point.dtype != dtype))
 
-    def _bend(self, name: str, index: int) -> float:
-        """The logarithm of what a measured ratio is over that of the rooflines."""
-        found = self._bends.get((name, index))
-        if found is None:
-            point = self.points[index]
-            straight = self._roofline(name, point.bytes, point.flops) / self._roofline("", point.bytes, point.flops)
-            found = self._bends[name, index] = math.log(point.ratios[name] / straight)
-        return found
+    def _bend(self, name: str, index: int, followed: float) -> float:
+        """The logarithm of what a measured ratio is over that of the rooflines, as far as that is followed."""
+        point = self.points[index]
+        straight = self._roofline(name, point.bytes, point.flops) / self._roofline("", point.bytes, point.flops)
+        return math.log(point.ratios[name] / straight**followed)
 
     def _roofline(self, name: str, moved: float, flops: float) -> float:
         """µs of a kernel, or of torch's own code (""), for so many bytes and operations."""
