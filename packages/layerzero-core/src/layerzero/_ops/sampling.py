@@ -92,25 +92,15 @@ def check_filters(top_k: Any, top_p: Any, min_p: Any) -> None:
 
 def check_param(value: Any, name: str) -> None:
     """Values are not in hot keys, so they are checked at each call; tensors only on the CPU, where nobody waits."""
-    kind, (low, high) = type(value), _RANGES[name]
-    whole = name in ("k", "top_k")
-    if (kind is int or (kind is float and not whole)) and low <= value <= high and value != math.inf:
+    whole, (low, high) = name in ("k", "top_k"), _RANGES[name]
+    fits = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if fits and low <= value <= high and value != math.inf:
         return  # nearly every call
     if isinstance(value, Tensor):
         _check_rows(value, name, low, high)
         return
-    if (
-        not isinstance(value, int if whole else (int, float))
-        or isinstance(value, bool)
-        or not low <= value <= high
-        or value == math.inf
-    ):
-        raise invalid(
-            "VALUE_INVALID",
-            str(value),
-            f"{'an integer' if whole else 'a number'} in [{low}, {high}]",
-            f"{name} is {value}",
-        )
+    limit = f"{'an integer' if whole else 'a number'} in [{low}, {high}]"
+    raise invalid("VALUE_INVALID", str(value), limit, f"{name} is {value}")
 
 
 def _check_rows(values: Tensor, name: str, low: float, high: float) -> None:

@@ -130,6 +130,10 @@ class GroupedBatch:
                 found.append(Segment(group, row, start, end - start, self.cu_seqlens_k_host[row], kv_len))
         return tuple(found)
 
+    def spans(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """Where the queries and the keys of each segment begin and end."""
+        return [((s.q_start, s.q_start + s.q_len), (s.k_start, s.k_start + s.kv_len)) for s in self.segments()]
+
     def kv_traffic(self, num_kv_heads: int, head_dim: int, element_bytes: int) -> KvTraffic:
         """Bytes of K and V that a call for each group reads, against those that have to be read at all.
 

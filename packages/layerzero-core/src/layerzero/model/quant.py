@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from layerzero.errors import InvalidInputError, invalid
 from layerzero.model.enums import Platform, QuantFormat
@@ -171,6 +171,14 @@ class QuantizedTensor:
         if len(set(places)) > 1:
             raise invalid(ReasonCode.DEVICE_MIXED, [str(place) for place in places])
 
+    @classmethod
+    def fitting(cls, *parts: Any) -> QuantizedTensor:
+        """One whose parts, all nine in order, fit together by the way they were made: they are not checked again."""
+        made = object.__new__(cls)
+        for name, part in zip(cls.__slots__, parts, strict=True):
+            object.__setattr__(made, name, part)
+        return made
+
     def to(self, device: torch.device | str) -> QuantizedTensor:
         point, overall = self.zero_point, self.tensor_scale
         return replace(
@@ -188,7 +196,7 @@ class QuantizedTensor:
     def hot_key(self) -> tuple[object, ...]:
         data = self.data
         return (
-            type(data), data.is_cpu, data.get_device(), self.fmt, self.granularity, self.shape, self.dtype,
+            type(data), data.is_cpu, data.get_device(), self.fmt._value_, self.granularity, self.shape, self.dtype,
             self.block_size, self.zero_point is None, data.is_contiguous() or data.stride(),
         )  # fmt: skip
 

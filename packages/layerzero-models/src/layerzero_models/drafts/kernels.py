@@ -14,6 +14,8 @@ its own q gives no mass cannot have been drawn from it and is no candidate, nor 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -122,11 +124,12 @@ def judge_tree(
 
 def _greedy_chain(draft_ids: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Keep candidates as long as they are the target's likeliest tokens."""
-    best = greedy(target)
-    kept = (draft_ids == best[:, :-1]) & (draft_ids >= 0)
-    count = kept.cumprod(dim=1).sum(dim=1)
-    place = torch.arange(best.shape[1], device=best.device)
-    return torch.where(place <= count.unsqueeze(1), best, -1), count  # what was kept is the likeliest
+    most, best = target.max(dim=-1)  # the first of equals; a NaN is the largest
+    sure = most > -math.inf
+    kept = (draft_ids == best[:, :-1]).logical_and_(sure[:, :-1])
+    chain = kept.cumprod(dim=1)
+    sure[:, 1:].logical_and_(chain)  # what was kept is the likeliest, so one row of tokens holds it all
+    return best.masked_fill_(sure.logical_not_(), -1), chain.sum(dim=1)
 
 
 def _chain(draft_ids: Tensor, count: Tensor, last: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from layerzero.backends.reference.attention import attention
 from layerzero.backends.reference.precision import compute_dtype
-from layerzero.model.attention import Attended, packed
-from layerzero.model.grouped import GroupedBatch, Segment
+from layerzero.backends.reference.varlen import one_by_one
+from layerzero.model.attention import Attended
+from layerzero.model.grouped import GroupedBatch
 
 
 def grouped_attention(
@@ -27,16 +28,9 @@ def grouped_attention(
     dtype = compute_dtype(query, key, value)
     # Widened before they are cut into prefixes: the gradients of overlapping prefixes then add up in this precision.
     keys, values = key.to(dtype), value.to(dtype)
+    alignment = "bottom_right" if causal else False
 
-    def attended(segment: Segment) -> Attended:
-        queries = _heads_first(query, segment.q_start, segment.q_len)
-        prefix_k, prefix_v = (_heads_first(item, segment.k_start, segment.kv_len) for item in (keys, values))
-        alignment = "bottom_right" if causal else False
-        return attention(queries, prefix_k, prefix_v, None, 0.0, alignment, scale, None, None, None, return_lse)
+    def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> Attended:
+        return attention(q, k, v, None, 0.0, alignment, scale, None, None, slopes, return_lse)
 
-    return packed(map(attended, batch.segments()), query, value, return_lse)
-
-
-def _heads_first(tokens: Tensor, start: int, length: int) -> Tensor:
-    """Some rows of [tokens, H, D] as [1, H, length, D]."""
-    return tokens[start : start + length].transpose(0, 1).unsqueeze(0)
+    return one_by_one(attend, query, keys, values, batch.spans(), None, return_lse)

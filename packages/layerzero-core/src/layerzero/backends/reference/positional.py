@@ -47,8 +47,12 @@ def halves(x: Tensor, tables: Sequence[Tensor], half: int, full: bool) -> Tensor
         parts = [(own + other).to(x.dtype)]
     else:
         one, two = (part.to(wide) for part in turning.chunk(2, dim=-1))
-        # tables of half the width serve both halves
-        turned = (one * cos[..., :half] - two * sin[..., :half], two * cos[..., -half:] + one * sin[..., -half:])
+        cos_one, sin_one, cos_two, sin_two = cos, sin, cos, sin  # tables of half the width serve both halves
+        if full:
+            (cos_one, cos_two), (sin_one, sin_two) = cos.chunk(2, dim=-1), sin.chunk(2, dim=-1)
+        turned = (
+            torch.addcmul(one * cos_one, two, sin_one, value=-1), torch.addcmul(two * cos_two, one, sin_two),
+        )  # fmt: skip
         parts = [part.to(x.dtype) for part in turned]
     if 2 * half < x.shape[-1]:
         parts.append(x[..., 2 * half :])
@@ -80,10 +84,11 @@ def xpos(
     zeta = torch.linspace(first, last, half, dtype=precise, device=device)
     if position_ids is None:
         seq_len = q.shape[-2] if layout == "BHSD" else q.shape[-3]
-        positions = torch.arange(seq_len, dtype=precise, device=device)
+        ends = -origin / scale_base, (seq_len - 1 - origin) / scale_base
+        powers = torch.linspace(*ends, seq_len, dtype=precise, device=device)
     else:
-        positions = position_ids.to(precise)
-    decay = zeta.pow(((positions - origin) / scale_base).unsqueeze(-1)).to(compute_dtype(q, cos))
+        powers = (position_ids.to(precise) - origin) / scale_base
+    decay = zeta.pow(powers.unsqueeze(-1)).to(compute_dtype(q, cos))
     if full:  # [B, S, R] and not [S, R / 2]
         decay = decay.repeat_interleave(2, dim=-1) if interleaved else torch.cat((decay, decay), dim=-1)
     if decay.dim() == 3 or layout != "BHSD":

@@ -9,9 +9,11 @@ scale of its group, so that it stays visible after dequantization.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from layerzero.backends.reference.precision import compute_dtype
@@ -62,20 +64,12 @@ def quantized(
     shape = tuple(x.shape)
     groups = group_view(x.detach().contiguous(), scheme.scales_for(shape))
     found = scales_of(groups, scheme)
-    data = encode(groups / found.divisor.unsqueeze(-1), scheme.fmt, found.zero_point).reshape(shape)
+    divisor = found.divisor if scheme.granularity == "tensor" else found.divisor.unsqueeze(-1)
+    data = encode(groups / divisor, scheme.fmt, found.zero_point).view(shape)
     if scheme.traits.packed:
         data = data[..., 0::2] | (data[..., 1::2] << 4)
-    return QuantizedTensor(
-        data,
-        found.scale,
-        scheme.fmt,
-        scheme.granularity,
-        shape,
-        dtype,
-        scheme.block_size,
-        found.zero_point,
-        found.tensor_scale,
-    )
+    fixed = (scheme.fmt, scheme.granularity, shape, dtype, scheme.block_size)
+    return QuantizedTensor.fitting(data, found.scale, *fixed, found.zero_point, found.tensor_scale)
 
 
 def dequantize(qt: QuantizedTensor, dtype: torch.dtype | None) -> Tensor:
@@ -112,7 +106,10 @@ def scales_of(groups: Tensor, scheme: QuantScheme) -> Scales:
     if not scheme.symmetric:
         scale, zero_point = _affine(groups, LARGEST[scheme.fmt])
         return Scales(scale, scale, zero_point)
-    peak = groups.abs().amax(dim=-1) if groups.shape[-1] else groups.new_zeros(groups.shape[:-1])
+    if not groups.shape[-1]:
+        peak = groups.new_zeros(groups.shape[:-1])
+    else:  # one launch on an accelerator; the CPU's norm is the slower one
+        peak = groups.abs().amax(dim=-1) if groups.is_cpu else torch.linalg.vector_norm(groups, torch.inf, dim=-1)
     if scheme.fmt is QuantFormat.MXFP4:
         stored = _e8m0_scale(peak)
         return Scales(stored, stored.to(torch.float32))
@@ -121,8 +118,12 @@ def scales_of(groups: Tensor, scheme: QuantScheme) -> Scales:
         step = block.to(torch.float32) * tensor_scale
         # A block scale that underflowed to zero stands for zeros, so its codes are zeros too.
         return Scales(block, torch.where(step == 0, torch.inf, step), None, tensor_scale)
-    # By a tensor: CUDA multiplies by the inverse of a Python number, and its scales would not be a CPU's.
-    scale = _at_least_tiny(peak / peak.new_full((), LARGEST[scheme.fmt]))
+    most = LARGEST[scheme.fmt]
+    largest: float | Tensor = most
+    if not peak.is_cpu:  # by a tensor: CUDA multiplies by the inverse of a Python number, whose scales are not a CPU's
+        lasting = type(peak) is Tensor and peak.is_cuda and not torch.cuda.is_current_stream_capturing()
+        largest = _number(most, peak.dtype, peak.device) if lasting else peak.new_full((), most)
+    scale = _at_least_tiny(peak / largest)
     return Scales(scale, scale)
 
 
@@ -134,8 +135,14 @@ def group_view(x: Tensor, scales: tuple[int, ...]) -> Tensor:
     return x.reshape(*scales, x.shape[-1] // groups if groups else 0)
 
 
+@lru_cache(maxsize=64)
+def _number(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number that stays on the device: copied from the host, so that it is there before any stream reads it."""
+    return torch.tensor(value, dtype=dtype, device=device)
+
+
 def _at_least_tiny(step: Tensor) -> Tensor:
-    return step.clamp(min=_TINY).masked_fill(step == 0, 1.0).to(torch.float32)
+    return F.threshold(step, 0.0, 1.0).clamp_(min=_TINY).to(torch.float32)  # a NaN is not below either
 
 
 def _affine(groups: Tensor, largest: float) -> tuple[Tensor, Tensor]:

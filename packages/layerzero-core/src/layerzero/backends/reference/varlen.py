@@ -7,13 +7,15 @@ count from the start of each sequence; alignment is that of plain attention, seq
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from layerzero.backends.reference.attention import attention, inside
 from layerzero.model.attention import Attended, packed
+
+Spans = tuple[tuple[int, int], tuple[int, int]]
 
 
 def varlen_attention(
@@ -46,7 +48,7 @@ def varlen_attention(
     def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> Attended:
         return attention(q, k, v, None, 0.0, is_causal, scale, window, softcap, slopes, return_lse, sinks)
 
-    return one_by_one(attend, query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, return_lse)
+    return one_by_one(attend, query, key, value, spans_of(cu_seqlens_q, cu_seqlens_k), alibi_slopes, return_lse)
 
 
 def one_by_one(
@@ -54,21 +56,31 @@ def one_by_one(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    spans: Iterable[Spans],
     slopes: Tensor | None,
     return_lse: bool,
 ) -> Attended:
-    """The results of `attend` on each sequence that has queries, packed; the host reads where they begin."""
+    """The results of `attend` on each sequence that has queries, packed."""
 
     def sequence(row: int, queries: tuple[int, int], keys: tuple[int, int]) -> Attended:
-        parts = (query[slice(*queries)], key[slice(*keys)], value[slice(*keys)])
-        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in parts)
+        q, k, v = (_heads_first(item, *span) for item, span in ((query, queries), (key, keys), (value, keys)))
         return attend(q, k, v, slopes_of(slopes, row))
 
-    spans = zip(itertools.pairwise(cu_seqlens_q.tolist()), itertools.pairwise(cu_seqlens_k.tolist()), strict=True)
     found = (sequence(row, *both) for row, both in enumerate(spans) if both[0][0] < both[0][1])
     return packed(found, query, value, return_lse)
+
+
+def spans_of(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterable[Spans]:
+    """Where the queries and the keys of each sequence begin and end; the host reads it."""
+    ends = cu_seqlens_q.tolist()
+    others = ends if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.tolist()
+    return zip(itertools.pairwise(ends), itertools.pairwise(others), strict=True)
+
+
+def _heads_first(tokens: Tensor, start: int, end: int) -> Tensor:
+    """Some rows of [tokens, H, D] as [1, H, rows, D]."""
+    part = tokens if end - start == tokens.shape[0] else tokens[start:end]
+    return part.transpose(0, 1).unsqueeze(0)
 
 
 def slopes_of(slopes: Tensor | None, row: int, count: int = 1) -> Tensor | None:

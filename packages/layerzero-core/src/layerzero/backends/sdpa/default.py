@@ -16,10 +16,12 @@ from torch import Tensor
 from layerzero.backends.reference.paged import all_pages
 from layerzero.backends.reference.paged import one_by_one as each_paged
 from layerzero.backends.reference.varlen import one_by_one as each_packed
+from layerzero.backends.reference.varlen import spans_of
 from layerzero.backends.sdpa.kernels import group_attention
 from layerzero.backends.sdpa.paged import prepared
 from layerzero.backends.sdpa.varlen import mask_of
-from layerzero.model.attention import upright
+from layerzero.model.attention import packed, upright
+from layerzero.model.grouped import GroupedBatch
 from layerzero.model.kv_cache import PagedBatch
 
 
@@ -62,45 +64,33 @@ def _joined(mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Ten
     return bias.to(dtype)
 
 
-def varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    is_causal: bool | str,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    softcap: Any,
-    alibi_slopes: Tensor | None,
-    return_lse: bool,
-) -> Any:
-    """SDPA for one packed sequence after another; the host reads where they begin."""
-    attend = functools.partial(_sequence, is_causal, scale, window)
-    return each_packed(attend, query, key, value, cu_seqlens_q, cu_seqlens_k, alibi_slopes, False)
+def varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *rest: Any) -> Any:
+    """SDPA for one packed sequence after another; the host reads where they begin, unless all are equally long."""
+    longest_q, longest_k, is_causal, scale, window, _, slopes, _ = rest
+    attend, count = functools.partial(_sequence, is_causal, scale, window), cu_seqlens_q.shape[0] - 1
+    if count and longest_q and longest_k and (len(query), len(key)) == (count * longest_q, count * longest_k):
+        q, k, v = (item.view(count, -1, *item.shape[1:]).transpose(1, 2) for item in (query, key, value))
+        return packed((attend(q, k, v, slopes),), query, value, False)
+    return each_packed(attend, query, key, value, spans_of(cu_seqlens_q, cu_seqlens_k), slopes, False)
 
 
-def pages(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    batch: PagedBatch,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    softcap: Any,
-    alibi_slopes: Tensor | None,
-    return_lse: bool,
-    layout: str,
+def grouped(
+    query: Tensor, key: Tensor, value: Tensor, batch: GroupedBatch, causal: bool, scale: float | None, return_lse: bool
 ) -> Any:
+    """SDPA for each group of queries in each sequence."""
+    attend = functools.partial(_sequence, "bottom_right" if causal else False, scale, None)
+    return each_packed(attend, query, key, value, batch.spans(), None, False)
+
+
+def pages(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *rest: Any) -> Any:
     """Gather the pages, then SDPA: over the whole batch where every sequence decodes one token, else one by one."""
-    plan = _decoding(batch, key_cache, layout) if window is None and alibi_slopes is None else None
+    scale, window, _, slopes, _, layout = rest
+    plan = _decoding(batch, key_cache, layout) if window is None and slopes is None else None
     if plan is not None:
         keys, values = (plan.gather(cache, layout) for cache in (key_cache, value_cache))
         return plan.attend(query, keys, values, scale)
     attend = functools.partial(_sequence, "bottom_right", scale, window)
-    return each_paged(attend, query, (key_cache, value_cache), batch, layout, alibi_slopes)
+    return each_paged(attend, query, (key_cache, value_cache), batch, layout, slopes)
 
 
 def latent_pages(
@@ -137,6 +127,10 @@ def _sequence(
 ) -> Tensor:
     if key.shape[2] == 0:
         return query.new_zeros((*query.shape[:3], value.shape[3]))
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if heads != kv_heads and query.is_cuda and query.dtype is torch.float32 and query.shape[2] <= key.shape[2]:
+        # torch's one fused kernel for float32 knows no groups of heads
+        key, value = (item.repeat_interleave(heads // kv_heads, dim=1) for item in (key, value))
     return attention(query, key, value, None, 0.0, is_causal, scale, window, None, slopes, False)
 
 

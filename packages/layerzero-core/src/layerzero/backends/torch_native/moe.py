@@ -106,11 +106,15 @@ def _by_expert(topk_ids: Tensor, expert_offset: int, experts: int) -> tuple[Tens
     return found.indices, ends
 
 
-def _combined(results: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_offset: int, experts: int) -> Tensor:
+def _shares_here(topk_weights: Tensor, topk_ids: Tensor, expert_offset: int, experts: int) -> Tensor:
+    """The weights of the slots, zero for those of no expert here."""
+    return torch.where((topk_ids >= expert_offset) & (topk_ids < expert_offset + experts), topk_weights, 0.0)
+
+
+def _combined(results: Tensor, shares: Tensor) -> Tensor:
     """The weighted sum over each token's slots, in float32."""
-    here = (topk_ids >= expert_offset) & (topk_ids < expert_offset + experts)
-    shares = torch.where(here, topk_weights, 0.0).to(torch.promote_types(results.dtype, torch.float32))
-    tokens, top_k = topk_ids.shape
+    shares = shares.to(torch.promote_types(results.dtype, torch.float32))
+    tokens, top_k = shares.shape
     rows = results.view(tokens, top_k, results.shape[-1])
     total = rows[:, 0] * shares[:, 0, None]
     for place in range(1, top_k):
@@ -123,8 +127,11 @@ def moe_segments(x: Tensor, gate_up: Tensor, down: Tensor, shares: Tensor, topk_
     activation, expert_offset, gate_up_bias, down_bias, *gate = options
     experts, inner = down.shape[0], down.shape[2]
     tokens, top_k = topk_ids.shape
-    slots, ends = _by_expert(topk_ids, expert_offset, experts)
-    bounds = [0, *ends.tolist()]
+    ordered = topk_ids.flatten().sort(stable=True)
+    numbers = torch.arange(expert_offset, expert_offset + experts + 1, device=x.device, dtype=topk_ids.dtype)
+    slots, bounds = ordered.indices, torch.searchsorted(ordered.values, numbers).tolist()
+    if bounds[0] or bounds[-1] < len(slots):
+        shares = _shares_here(shares, topk_ids, expert_offset, experts)
 
     parts = (gate_up, down, gate_up_bias, down_bias)
     narrow = narrow_on_cpu(x)  # then one expert at a time is widened: nothing is rounded between its products
@@ -145,14 +152,14 @@ def moe_segments(x: Tensor, gate_up: Tensor, down: Tensor, shares: Tensor, topk_
         # each expert. An expert without tokens computes on none, so that its weights have a gradient of zero.
         each = (repeat(None, experts) if part is None else part.unbind(0) for part in parts)
         rows = [computed(start, end, expert) for (start, end), *expert in zip(pairwise(bounds), *each, strict=True)]
-        results = results.index_copy(0, slots[: bounds[-1]], torch.cat(rows))
+        results = results.index_copy(0, slots[bounds[0] : bounds[-1]], torch.cat(rows))
     else:
         for expert, (start, end) in enumerate(pairwise(bounds)):
             for first in range(start, end, tokens):
                 last = min(first + tokens, end)
                 mine = [None if part is None else part[expert] for part in parts]
-                results[slots[first:last]] = computed(first, last, mine)
-    return _combined(results, shares, topk_ids, expert_offset, experts).to(x.dtype)
+                results.index_copy_(0, slots[first:last], computed(first, last, mine))
+    return _combined(results, shares).to(x.dtype)
 
 
 def _biased(rows: Tensor, bias: Tensor | None, owner: Tensor | None, inside: Tensor) -> Tensor:
@@ -181,4 +188,4 @@ def moe(x: Tensor, gate_up: Tensor, down: Tensor, shares: Tensor, topk_ids: Tens
     rows = _biased(_grouped_mm(middle, down.transpose(1, 2), offs=ends), down_bias, owner, inside)
     rows = torch.where(inside, rows, 0.0)
     back = torch.empty_like(slots).scatter_(0, slots, torch.arange(slots.shape[0], device=x.device))
-    return _combined(rows[back], shares, topk_ids, expert_offset, experts)
+    return _combined(rows[back], _shares_here(shares, topk_ids, expert_offset, experts))

@@ -22,9 +22,9 @@ def quantize(x: Tensor, scheme: QuantScheme) -> QuantizedTensor:
 
 def dequantize(qt: QuantizedTensor, dtype: torch.dtype | None) -> Tensor:
     """The two codes of a byte are looked up at once, as one eight-byte number."""
-    plain = qt.zero_point is None and qt.tensor_scale is None and not qt.traits.packed
-    if plain and qt.scale.ndim == 0 and not qt.scale.requires_grad:  # one step for all: nothing is cut into groups
-        return qt.data.to(torch.float32).mul_(qt.scale.to(torch.float32)).to(dtype or qt.dtype)
+    if qt.fmt is QuantFormat.INT8 and qt.zero_point is None and qt.scale.ndim == 0:  # one step for all: nothing is cut
+        values = qt.data * qt.scale  # in float32, the dtype of the step
+        return values if dtype is values.dtype else values.to(dtype or qt.dtype)
     if qt.traits.packed:
         table = _pairs(qt.fmt, qt.data.device)
         values = table.index_select(0, qt.data.reshape(-1).to(torch.int32)).view(torch.float32)
@@ -45,7 +45,8 @@ def _encode(x: Tensor, fmt: QuantFormat, zero_point: Tensor | None) -> Tensor:
     if fmt in _FP8:
         largest = torch.finfo(_FP8[fmt]).max
         return x.clamp_(-largest, largest).to(_FP8[fmt])
-    x.nan_to_num_(nan=0.0)
+    if not (x.is_cuda and fmt in LARGEST and zero_point is None and fmt is not QuantFormat.NF4):
+        x.nan_to_num_(nan=0.0)  # CUDA makes integer zeros of NaN, other devices anything
     if fmt is QuantFormat.NF4:
         return _encode_nf4(x)
     if fmt not in LARGEST:

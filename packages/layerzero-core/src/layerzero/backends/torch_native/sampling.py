@@ -47,50 +47,27 @@ def sampling_probs(
     certain = not isinstance(temperature, Tensor) and temperature <= 0
     if certain or (logits.device.type == "cpu" and logits.shape[-1] >= _SMALL):
         return reference.sampling_probs(logits, top_k, top_p, min_p, temperature, find=_kept)
-    given = type(temperature) is float and type(top_p) is float and top_p < 1 and top_k is None and min_p is None
-    if given and logits.is_cpu and logits.dtype.itemsize >= 4:
-        found = _nucleus_of_few(logits, top_p, temperature)  # type: ignore[arg-type]
-        if found is not None:
-            return found
-    weights, ids, head, hot = _ranked(logits, top_k, top_p, min_p, temperature)
+    weights, ids, hot = _ranked(logits, top_k, top_p, min_p, temperature)
     if hot is not None:  # a row at temperature 0 has its likeliest token alone
         weights = torch.where(hot, weights, torch.arange(weights.shape[-1], device=weights.device) == 0)
-    probs = weights.div_(weights.sum(dim=-1, keepdim=True)).mul_(head > -math.inf)
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return torch.zeros(logits.shape, dtype=dtype, device=logits.device).scatter_(1, ids, probs.to(dtype))
+    probs = torch.empty_like(weights, dtype=dtype)
+    torch.div(weights, weights.sum(dim=-1, keepdim=True), out=probs).nan_to_num_(nan=0.0)
+    return torch.zeros(logits.shape, dtype=dtype, device=logits.device).scatter_(1, ids, probs)
 
 
-def _nucleus_of_few(logits: Tensor, top_p: float, temperature: float) -> Tensor | None:
-    """The probabilities of rows with top-p alone, where looking at numbers is cheap; None where a row has none."""
-    values, ids = logits.sort(dim=-1, descending=True, stable=True)
-    weights = torch.softmax(values if temperature == 1.0 else values.double() / temperature, -1, dtype=torch.float64)
-    beyond = weights.cumsum(-1).sub_(weights) >= max(top_p - reference.SLACK, torch.finfo(torch.float64).tiny)
-    total = weights.masked_fill_(beyond, 0.0).sum(-1, keepdim=True)
-    if not math.isfinite(sum(map(sum, total.tolist()))):  # a NaN, +inf, or nothing but -inf
-        return None
-    return torch.zeros_like(values).scatter_(1, ids, torch.div(weights, total, out=values))
-
-
-def sample_sorted(
-    logits: Tensor,
-    top_k: int | Tensor | None,
-    top_p: Param | None,
-    min_p: Param | None,
-    temperature: Param,
-    generator: torch.Generator | None,
-) -> Tensor:
-    """One stable sort of the vocabulary, filters on the ranking, one draw. The host never waits for the device."""
+def sample_sorted(logits: Tensor, *options: Any) -> Tensor:
+    """One stable sort of the vocabulary, filters on the ranking, one draw; the host never waits for the device."""
+    top_k, top_p, min_p, temperature, generator = options
     if not isinstance(temperature, Tensor) and temperature <= 0:
         return reference.greedy(logits)
-    weights, ids, head, hot = _ranked(logits, top_k, top_p, min_p, temperature)
-    clocks = torch.empty(
-        weights.shape, dtype=weights.dtype, device=logits.device if generator is None else generator.device
-    )
+    weights, ids, hot = _ranked(logits, top_k, top_p, min_p, temperature)
+    clocks = torch.empty_like(weights, device=None if generator is None else generator.device)
     clocks = clocks.exponential_(generator=generator).to(logits.device)
     drawn = ids.gather(1, weights.div_(clocks).argmax(dim=-1, keepdim=True))
     if hot is not None:
         drawn = torch.where(hot, drawn, ids[:, :1])  # the likeliest, the lower id first among equals
-    return torch.where(head > -math.inf, drawn, -1).squeeze(1)
+    return drawn.masked_fill_(weights[:, :1].isnan(), -1).squeeze(1)
 
 
 sample_topk_sorted, sample_topp_sorted = reference.one_filter(sample_sorted)
@@ -98,44 +75,45 @@ sample_topk_sorted, sample_topp_sorted = reference.one_filter(sample_sorted)
 
 def _ranked(
     logits: Tensor, top_k: int | Tensor | None, top_p: Param | None, min_p: Param | None, temperature: Param
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Weights, the likeliest first, zero for what the filters leave out; their ids; the largest logit of each row, by
-    which a row has a distribution; and, where they differ, which rows have a temperature above 0."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Weights, the likeliest first, zero for what the filters leave out, NaN in a row without a distribution; their
+    ids; and, where they differ, which rows have a temperature above 0."""
     values, ids = logits.sort(dim=-1, descending=True, stable=True)
     if isinstance(top_k, int) and 0 < top_k < logits.shape[-1]:
         values, ids = values[:, :top_k], ids[:, :top_k]
-    head = values[:, :1]
-    # inf - inf is NaN and counts as no distance, as in the reference; a row without a distribution is left out below.
-    weights = (values.to(_wide(logits)) - head).nan_to_num_(nan=0.0, neginf=-math.inf)
+    wide = values.to(_wide(logits))
+    wide = wide.clamp_(max=torch.finfo(wide.dtype).max)  # tokens at +inf share the whole mass
     hot = None
     if isinstance(temperature, Tensor):
-        column = reference.column(temperature, weights)
+        column = reference.column(temperature, wide)
         hot = column > 0
         temperature = torch.where(hot, column, 1.0)
     if isinstance(temperature, Tensor) or temperature != 1.0:
-        weights = weights.div_(temperature)
-    weights = weights.exp_()
+        wide = (wide - wide[:, :1]).div_(temperature)
+    weights = torch.softmax(wide, -1)
     if isinstance(top_k, Tensor):
         limit = top_k.to(logits.device).reshape(-1, 1)
         rank = torch.arange(weights.shape[-1], device=logits.device)
         weights = weights.masked_fill_((rank >= limit) & (limit > 0), 0.0)
     if isinstance(top_p, Tensor) or (top_p is not None and top_p < 1):
-        weights = weights.masked_fill_(_beyond(weights, top_p), 0.0)
+        weights = weights.masked_fill_(_beyond(weights, top_p, isinstance(top_k, Tensor)), 0.0)
     if min_p is not None:
         least = reference.column(min_p, weights).clamp(max=1) if isinstance(min_p, Tensor) else min(min_p, 1.0)
-        weights = weights.masked_fill_(weights < least, 0.0)
-    return weights, ids, head, hot
+        weights = weights.masked_fill_(weights < weights[:, :1] * least, 0.0)
+    return weights, ids, hot
 
 
-def _beyond(weights: Tensor, top_p: Param) -> Tensor:
-    """Which of the ranked weights lie beyond the smallest set that reaches top_p; the likeliest never does."""
+def _beyond(weights: Tensor, top_p: Param, cut: bool) -> Tensor:
+    """Which of the ranked weights lie beyond the smallest set that reaches top_p; the likeliest never does.
+
+    They add up to 1, unless some were `cut` off.
+    """
     mass, least = weights.cumsum(dim=-1), torch.finfo(weights.dtype).tiny
-    if not isinstance(top_p, Tensor):  # the whole is at least 1, the weight of the likeliest
-        goal = mass[:, -1:] * max(top_p - reference.SLACK, least)
-        return mass.sub_(weights) >= goal
-    share = reference.column(top_p, weights)
-    goal = (mass[:, -1:] * (share - reference.SLACK)).clamp_(min=least)
-    return (mass.sub_(weights) >= goal) & (share < 1)
+    share = reference.column(top_p, weights) if isinstance(top_p, Tensor) else top_p
+    goal = (share - reference.SLACK) * (mass[:, -1:] if cut else 1.0)
+    goal = goal.clamp_(min=least) if isinstance(goal, Tensor) else max(goal, least)
+    found = mass.sub_(weights) >= goal
+    return found & (share < 1) if isinstance(share, Tensor) else found
 
 
 def _kept(
