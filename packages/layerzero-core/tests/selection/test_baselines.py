@@ -12,10 +12,12 @@ from layerzero.backends.reference import norm as reference_norm
 from layerzero.backends.reference import paged as reference_paged
 from layerzero.backends.reference import sampling
 from layerzero.backends.reference.attention import attention as reference_attention
+from layerzero.backends.reference.grouped import grouped_attention
 from layerzero.backends.reference.varlen import varlen_attention
 from layerzero.backends.sdpa import default
 from layerzero.backends.torch_native import norm
 from layerzero.backends.torch_native.sampling import sample_sorted
+from layerzero.model.grouped import make_grouped_batch
 from layerzero.model.kv_cache import make_paged_batch
 from layerzero.numerics import assert_close, tolerance
 from layerzero.runtime.state import state
@@ -133,6 +135,14 @@ def test_rows_without_a_distribution_draw_nothing():
     assert drawn == {(-1, -1, 3, -1), (-1, -1, 9, -1)}
 
 
+@pytest.mark.parametrize("temperature", [1.0, 1e-300, 1e30])
+def test_the_largest_number_there_is_has_no_share_beside_infinity(temperature):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        logits = torch.full((1, 9), torch.finfo(dtype).max, dtype=dtype)
+        logits[0, 4] = torch.inf
+        assert {int(sample_sorted(logits, 5, None, None, temperature, None)) for _ in range(40)} == {4}
+
+
 @pytest.mark.parametrize("causal", [False, True, "bottom_right"])
 @pytest.mark.parametrize("more", [{}, {"window": (3, 0)}, {"window": (3, 2)}, {"alibi": True}, {"mask": "bool"}])
 def test_sdpa_as_torch_chooses_equals_the_reference(causal, more):
@@ -153,6 +163,35 @@ def test_packed_sequences_as_torch_attends_them_equal_the_reference(causal):
     for window, alibi in ((None, None), ((2, 0), None), (None, slopes)):
         given = (q, k, v, ends_q, ends_k, 7, 7, causal, None, window, None, alibi, False)
         assert_close(default.varlen(*given), varlen_attention(*given).double(), tolerance("attention", "float32"))
+
+
+class Unread:
+    """Offsets of which only the number is known: to look at one of them is an error."""
+
+    shape = (4,)
+
+
+@pytest.mark.parametrize("causal", [False, True, "bottom_right"])
+def test_of_packed_sequences_that_are_equally_long_no_offset_is_read(causal):
+    q, k, v = draw(9, 4, 16), draw(15, 2, 16, seed=1), draw(15, 2, 16, seed=2)
+    for window, slopes in ((None, None), ((2, 0), None), (None, draw(3, 4, seed=3).abs()), (None, draw(4).abs())):
+        rest = (3, 5, causal, None, window, None, slopes, False)
+        want = varlen_attention(q, k, v, torch.arange(4) * 3, torch.arange(4) * 5, *rest).double()
+        assert_close(default.varlen(q, k, v, Unread, Unread, *rest), want, tolerance("attention", "float32"))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_groups_as_torch_attends_them_equal_the_reference_and_its_gradients(causal):
+    offsets = (torch.tensor([0, 2, 3, 5, 9]), torch.tensor([0, 6, 10]), torch.tensor([[2, 0], [6, 3]]))
+    batch = make_grouped_batch(*offsets)  # the second sequence has a group without keys, and one of more queries
+    found = []
+    for attend in (default.grouped, grouped_attention):
+        given = [
+            draw(*shape, seed=n).requires_grad_() for n, shape in enumerate([(9, 4, 16), (10, 2, 16), (10, 2, 16)])
+        ]
+        out = attend(*given, batch, causal, 0.3, False)
+        found.append((out.detach(), *torch.autograd.grad(out, given, draw(9, 4, 16, seed=4))))
+    assert_close(found[0], [item.double() for item in found[1]], tolerance("attention", "float32"))
 
 
 @pytest.mark.parametrize("contexts", [(20, 20), (20, 7), (3, 33)])
