@@ -53,3 +53,15 @@ def test_the_call_binds(name):
     ])  # fmt: skip
     count, names = MADE[name]
     recorded.bind(*range(count), **dict.fromkeys(names, 0))
+
+
+def test_fewer_rows_than_a_tile_has_try_a_quarter_of_ligers_tiles():
+    """Liger times 32 configurations at the first call of each process."""
+    from layerzero_liger import mlp
+
+    for name in ("_swiglu_kernel_forward", "_swiglu_kernel_forward_inference"):
+        tuner = getattr(mlp._library, name)
+        few, many = (tuner.early_config_prune(tuner.configs, {"S": rows}) for rows in (63, 64))
+        assert 4 * len(few) == len(many) == len(tuner.configs)
+        assert {(item.kwargs["BLOCK_M"], item.kwargs["GROUP_SIZE_M"]) for item in few} == {(64, 1)}
+        assert tuner.early_config_prune(tuner.configs, {}, S=1) == few

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 from layerzero.errors import InvalidInputError
 from layerzero.measurements.noise import alike, median_error
+from layerzero_tune.bench import contest
 from layerzero_tune.timing import race as module
 from layerzero_tune.timing.race import Times, calls_a_sample, leader, race, winner_of
 
@@ -161,3 +164,12 @@ def test_the_noise_band_follows_the_spread_up_to_five_percent():
     assert winner_of({"b": times(100.0, 5.0), "a": times(103.0, 5.0)}, 0.02) == "a"  # they may as well be equal
     assert winner_of({"b": times(100.0, 50.0), "a": times(106.0, 50.0)}, 0.02) == "b"  # no spread excuses six
     assert alike(100.0, 0.0, 102.0, 0.0, 0.02) and not alike(100.0, 0.0, 102.1, 0.0, 0.02)
+
+
+def test_a_graph_is_captured_several_times_and_its_captures_are_replayed_in_turn(monkeypatch):
+    """As on the H200: torch's own product, 40 MB in a cache of 50, took 42 µs in one graph and 46 in the next."""
+    placed = iter((42.0, 46.0, 44.0))
+    monkeypatch.setattr(contest, "graphed", lambda call: functools.partial(float, next(placed)))
+    replay = contest._captured(lambda: None)
+    assert [replay() for _ in range(6)] == [42.0, 46.0, 44.0] * 2
+    assert contest._replayed(replay, 60) == 44.0

@@ -10,6 +10,16 @@ from torch import Tensor
 _library: Any = importlib.import_module("liger_kernel.ops.mlp")
 
 
+def _few_rows(configs: list[Any], given: dict[str, Any], **words: Any) -> list[Any]:
+    """What Liger tries at each first call: fewer rows than its lower tile has need no higher one, and no order."""
+    fit = [item for item in configs if item.kwargs["BLOCK_M"] == 64 and item.kwargs["GROUP_SIZE_M"] == 1]
+    return fit if fit and (given | words)["S"] < 64 else configs
+
+
+for _name in {"_swiglu_kernel_forward", "_swiglu_kernel_forward_inference"} & vars(_library).keys():
+    getattr(_library, _name).early_config_prune = _few_rows
+
+
 class _Once(_library.LigerMLPFunction):  # type: ignore[misc] # the vendor has no types
     """Liger's function overwrites what it saved when it runs backward; a second run would be wrong without a word."""
 

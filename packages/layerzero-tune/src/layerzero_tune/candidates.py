@@ -325,10 +325,8 @@ def _final(
 def _spread(times: Mapping[str, Times], calls: Mapping[str, Callable[[], Any]], seconds: float) -> Mapping[str, Times]:
     """Those who are close on a CPU raced once more, with pauses between the rounds.
 
-    A machine that is shared runs fast for a second and slow for the next, and not all kernels become slower by as much:
-    of two that are near each other one may be ahead now and the other later. What counts is how it is most of the time.
-    A fastest kernel that was unsteady races again with those further behind: selection believes a wide spread less, and
-    the one that was steadier that day would be chosen for it.
+    A machine that is shared runs fast for a second and slow for the next, and not all kernels become slower by as much.
+    A fastest kernel that was unsteady races again with those further behind: selection believes a wide spread less.
     """
     best = min((item for name, item in times.items() if name != TORCH_DEFAULT), key=lambda item: item.median_us)
     spread = math.sqrt(best.steady) / best.median_us

@@ -146,15 +146,10 @@ def tune_calls(
     ranks: Ranks | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Tuned:
-    """Tune calls, the most frequent first, into a database.
+    """Tune calls, the most frequent first, into a database; options that `lz.tune` has too are explained there.
 
     budget    seconds for the whole tuning run; a call that was begun is finished
-    seconds   of timing for one call, at most; where it is not given two on a CPU, and on a GPU, whose events time the
-              device alone, a tenth of one, a third where it is thorough
-    fresh     forget what an interrupted tuning run has done
     jit       "off" leaves out kernels that would have to be compiled first
-    compile_seconds  that compilers may take; calls are raced without what is not ready by then, which is named
-    thorough  race kernels, too, that `layerzero_tune.ruled_out` rules out, and those that are close several times
     """
     begin = time.monotonic()
     group = Ranks() if ranks is None else ranks

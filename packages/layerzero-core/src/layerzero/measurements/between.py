@@ -2,9 +2,8 @@
 
 The roofline of a kernel is the longest of its bytes over the bandwidth it reached, its operations over the rate it
 reached, and its shortest time. Measured ratios to torch's own code are interpolated by inverse distance over the
-logarithms of the sizes; between them the ratio follows that of two rooflines half the way (on each of our machines
-that tells calls that were left out better than all of it or nothing). Far from every measured call the roofline stands
-alone. Pure functions of numbers.
+logarithms of the sizes, and follow the ratio of two rooflines half the way: that tells calls that were left out better
+than all of it or nothing. Far from every measured call the roofline stands alone. Pure functions of numbers.
 """
 
 from __future__ import annotations

@@ -5,14 +5,11 @@ four µs whose launch takes fifty seems to take four. In a model run eagerly, sh
 device waits for the host: there a call takes its launch or its kernel, whichever is longer. A captured graph has no
 launches and is timed by itself.
 
-A shared host is at times twice as slow as a moment before, and the device is not: a kernel would win or lose by when
-its turn came. So launches are timed on the core that is quickest at the moment; a fixed piece of work is timed beside
-each turn, and a launch counts as long as it takes when the host is as quick as it has been in this process. What a turn
-has in common for all kernels is taken out of it: it speaks of the host. A kernel is called once before its launches are
-timed, and nobody always comes first: what ran before leaves the host's caches full of something else, a third of a
-short launch. Those that come out close are timed again among themselves: with six others in the turn, what those leave
-behind is more than the difference. And in several looks, each on the core that is quickest then: by how much two
-launches differ in one look is three percent away from the next look of the same process.
+A shared host is at times twice as slow as a moment before, and the device is not. So launches are timed on the core
+that is quickest at the moment, beside a fixed piece of work, and a launch counts as long as it takes when the host is
+as quick as it has been in this process; what a turn has in common for all kernels is taken out of it. A kernel is
+called once before, and nobody always comes first: what ran before leaves the host's caches full, a third of a short
+launch. Those that come out close are timed again among themselves, in several looks, three percent apart.
 """
 
 from __future__ import annotations

@@ -100,14 +100,12 @@ def race(
 ) -> Race:
     """Time callables against each other.
 
-    Each round takes one sample of everyone, in alternating order. Warm-up calls are not counted. It ends when the
-    leader is clear of all others, after `most` rounds, or when `seconds` have passed and everyone has `least` samples.
-    Kernels of a few µs get three times as many rounds, up to 36, and a race whose first places are too unsteady to be
-    told apart three times the seconds. Inside the noise band, which the spread of the times may widen, the name
-    decides, so that two runs agree. `clock` is the device's own unless it is given. With `settle`, short calls on a CPU
-    are run for a moment before each sample, until the threads of the one before have gone to sleep. `each_round` is
-    called before every round, untimed. With `rounds` there are just so many, whatever comes out, for everybody, and
-    what all have in common in a round is taken out of their spread.
+    Each round takes one sample of everyone, in alternating order. It ends when the leader is clear of all others, after
+    `most` rounds, or when `seconds` have passed and everyone has `least` samples. Kernels of a few µs get three times
+    as many rounds, up to 36, and first places too unsteady to be told apart three times the seconds. Inside the noise
+    band, which the spread may widen, the name decides. With `settle`, short calls on a CPU are run for a moment before
+    each sample, until the threads of the one before sleep. `each_round` is called before every round, untimed. With
+    `rounds` there are just so many, for everybody, and what all have in common in a round is taken out of their spread.
     """
     if not contestants:
         raise InvalidInputError("nobody to time", code="VALUE_INVALID", value=0, limit="at least 1")
