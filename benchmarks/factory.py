@@ -62,8 +62,8 @@ def header_of(device: str, compiled: str) -> dict[str, Any]:
     """What was measured on, and with which versions."""
     import torch
 
-    from layerzero.device.family import family_of
     from layerzero.device.probe import probe_device
+    from layerzero.device.signature import family_of
     from layerzero.measurements.shipped import instruction_cap
     from layerzero.runtime.state import state
 

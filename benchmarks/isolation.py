@@ -22,8 +22,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from timing import RESULTS, commit, interleaved, machine, write_json
 
-from layerzero.isolation.faults import IsolationFault
 from layerzero.isolation.settings import Settings
+from layerzero.isolation.wire import IsolationFault
 from layerzero.isolation.worker import Worker
 
 MIB = 1 << 20

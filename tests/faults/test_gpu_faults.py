@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.isolation.faults import IsolationFault
 from layerzero.isolation.settings import Settings
+from layerzero.isolation.wire import IsolationFault
 from layerzero.isolation.worker import Worker
 from layerzero.numerics import assert_close, tolerance
 from layerzero.runtime.state import state

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from layerzero.backends.reference.attention import attention
-from layerzero.backends.reference.grouped import grouped_attention as reference
+from layerzero.backends.reference.varlen import grouped_attention as reference
 from layerzero.errors import InvalidInputError
 from layerzero.model.grouped import make_grouped_batch
 from layerzero.numerics import assert_close, tolerance

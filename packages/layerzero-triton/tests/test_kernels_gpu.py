@@ -218,7 +218,7 @@ def test_paged_decode_with_sinks_and_scales(dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("heads", [1, 16, 128])
 def test_latent_decode(heads, dtype):
-    from layerzero.backends.reference.mla import mla_paged_attention as truth
+    from layerzero.backends.reference.paged import mla_paged_attention as truth
     from layerzero_triton.mla import mla_paged_attention
 
     for lengths in ((5,), (700, 20, 1), (2000,) * 40):

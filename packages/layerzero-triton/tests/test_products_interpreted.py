@@ -52,7 +52,7 @@ paged_case("scales", last=(None, True, 0.5, torch.tensor([0.25, 3.0])))
 def latent_case(name, *, dtype=F32, page=4, heads=4, dims=(32, 16), splits=2, index=torch.int32):
     @case(f"latent {name}")
     def run():
-        from layerzero.backends.reference.mla import mla_paged_attention as truth
+        from layerzero.backends.reference.paged import mla_paged_attention as truth
         from layerzero.model.kv_cache import make_paged_batch
         from layerzero_triton import config, mla
 

@@ -12,8 +12,8 @@ import torch
 from click.testing import CliRunner
 
 import layerzero as lz
-from layerzero.device.family import family_of
 from layerzero.device.probe import probe_device
+from layerzero.device.signature import family_of
 from layerzero.measurements.between import Kind
 from layerzero.measurements.shipped import shipped_by
 from layerzero.model.expectation import MEASURED, ROOFLINE, SHIPPED, Expectation

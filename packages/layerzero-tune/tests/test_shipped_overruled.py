@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.device.family import family_of
 from layerzero.device.probe import probe_device
+from layerzero.device.signature import family_of
 from layerzero.measurements.believed import measurements_from
 from layerzero.measurements.shipped import shipped_by
 from layerzero.model.expectation import MEASURED, SHIPPED

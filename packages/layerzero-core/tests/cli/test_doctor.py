@@ -19,8 +19,7 @@ from layerzero.health.quarantine import Quarantine
 from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import BackendSpec
 from layerzero.model.status import BackendStatus, HealthReport
-from layerzero.plugin.discovery import normalized
-from layerzero.plugin.distributions import OURS, VENDORS
+from layerzero.plugin.discovery import OURS, VENDORS, normalized
 from layerzero.plugin.manager import PluginRecord, load_plugins
 from layerzero.plugin.probe import answer
 from layerzero.plugin.probing import ProbeResult

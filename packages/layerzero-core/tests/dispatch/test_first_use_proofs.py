@@ -32,7 +32,7 @@ ALL, BASE, Planted, call, planted, right, zeros = (
 def _proofs(
     source: Path, version: str = "1.0", family: str | None = None, of: str | None = None, **changed: Any
 ) -> None:
-    from layerzero.device.family import family_of
+    from layerzero.device.signature import family_of
     from layerzero.model.device import DeviceSpec
 
     here = family or family_of(DeviceSpec.detect("cpu"))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero.errors import InvalidInputError, PlanMismatchError
-from layerzero.model.overlap import overlapping
+from layerzero.model.shapes import overlapping
 from layerzero.runtime.state import state
 
 pytestmark = [pytest.mark.fault(10)]

@@ -529,7 +529,7 @@ def test_the_list_is_told_of_crashes_that_no_other_process_has_seen_yet(kept: Qu
 
 
 def test_an_isolated_process_that_crashed_twice_puts_its_kernel_away(lab: Any, kept: Quarantine) -> None:
-    from layerzero.isolation.faults import fault
+    from layerzero.isolation.wire import fault
 
     name = "apart.rms_norm.crashes"
     lab.use(lab.kernel(name, priority=90), breaker={"cooldown_s": 0.0, "probe": False})

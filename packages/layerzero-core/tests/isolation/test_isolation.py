@@ -19,10 +19,10 @@ import torch.nn.functional as F
 
 import layerzero as lz
 from layerzero.errors import KernelExecutionError
-from layerzero.isolation.faults import ChildError, IsolationFault
 from layerzero.isolation.process import uncollected
 from layerzero.isolation.proxy import close_all, workers
 from layerzero.isolation.settings import Settings
+from layerzero.isolation.wire import ChildError, IsolationFault
 from layerzero.isolation.worker import Worker, delay_s
 from layerzero.runtime.state import state
 

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.isolation.faults import IsolationFault
 from layerzero.isolation.process import uncollected
 from layerzero.isolation.settings import Settings
+from layerzero.isolation.wire import IsolationFault
 from layerzero.isolation.worker import Worker
 
 pytestmark = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove NAME=isolation")

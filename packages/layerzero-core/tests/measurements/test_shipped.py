@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.device.family import family_of
 from layerzero.device.probe import probe_device
+from layerzero.device.signature import family_of
 from layerzero.measurements.between import FARTHEST, Kind, Point
 from layerzero.measurements.shipped import FEW, SHORT_US, load, shipped_by, standing, together
 from layerzero.model.expectation import MEASURED, PRIORITY, ROOFLINE, SHIPPED

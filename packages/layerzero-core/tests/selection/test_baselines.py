@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from layerzero.backends.reference import mla as reference_mla
 from layerzero.backends.reference import norm as reference_norm
+from layerzero.backends.reference import paged as reference_mla
 from layerzero.backends.reference import paged as reference_paged
 from layerzero.backends.reference import sampling
 from layerzero.backends.reference.attention import attention as reference_attention

@@ -24,9 +24,8 @@ from layerzero.dispatch.bind import Bound
 from layerzero.errors import ConfigurationError
 from layerzero.runtime.process_metrics import families
 from layerzero.runtime.state import state
-from layerzero.telemetry.counting import KernelCounters
+from layerzero.telemetry.counting import Histogram, KernelCounters
 from layerzero.telemetry.events import events
-from layerzero.telemetry.histogram import Histogram
 from layerzero.telemetry.metrics import CATALOGUE, Family, Sample, histogram, text
 from layerzero_tune.telemetry.reading import parse_text, read
 

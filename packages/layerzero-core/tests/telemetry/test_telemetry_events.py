@@ -21,7 +21,7 @@ from click.testing import CliRunner
 import layerzero as lz
 from layerzero.errors import ConfigurationError, InvalidInputError
 from layerzero.telemetry.events import Event, Events, events, observed
-from layerzero.telemetry.redact import HIDDEN, Redactor
+from layerzero.telemetry.logs import HIDDEN, Redactor
 from layerzero_cli.root import cli
 from layerzero_tune.cli.top import frame, summary
 from layerzero_tune.cli.trace import totals

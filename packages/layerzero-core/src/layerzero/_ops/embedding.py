@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from layerzero._ops.indices import expect_below
-from layerzero._ops.signature import dispatch, register
+from layerzero._ops.signature import dispatch, expect_below, register
 from layerzero.errors import invalid
 from layerzero.model.checks import context_of, expect_index, expect_rank, expect_tensor
 from layerzero.model.context import Context

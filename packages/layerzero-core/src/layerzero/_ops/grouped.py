@@ -197,7 +197,7 @@ GROUPED_ATTENTION = register(
         fake=lambda query, key, value, *rest: with_lse(query.new_empty((*query.shape[:2], value.shape[2])), rest[-1]),
         arguments=("query", "key", "value", "batch", "causal", "scale", "return_lse"),
         describe=_describe,
-        reference="layerzero.backends.reference.grouped:grouped_attention",
+        reference="layerzero.backends.reference.varlen:grouped_attention",
         cost=Roofline(
             "element_bytes * batch * (head_dim + head_dim_v) * (num_groups * seq_len_q * num_heads "
             "+ seq_len_k * num_kv_heads) + 3 * index_bytes * (batch * num_groups + 1)",

@@ -7,8 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from layerzero._ops.indices import expect_below
-from layerzero._ops.signature import dispatch, register
+from layerzero._ops.signature import dispatch, expect_below, register
 from layerzero.errors import invalid
 from layerzero.model.checks import expect_index, expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context

@@ -179,7 +179,7 @@ MLA_PAGED_ATTENTION = register(
         function=mla_paged_attention,
         fake=lambda q_nope, *rest: with_lse(q_nope.new_empty(q_nope.shape), rest[-1]),
         describe=_describe,
-        reference="layerzero.backends.reference.mla:mla_paged_attention",
+        reference="layerzero.backends.reference.paged:mla_paged_attention",
         cost=Roofline(
             "element_bytes * tokens * num_heads * (2 * head_dim_ckv + head_dim_kpe) "
             "+ cache_bytes * batch * seq_len_k * (head_dim_ckv + head_dim_kpe) "

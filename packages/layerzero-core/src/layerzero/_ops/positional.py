@@ -7,8 +7,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from layerzero._ops.indices import expect_below
-from layerzero._ops.signature import dispatch, register
+from layerzero._ops.signature import dispatch, expect_below, register
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import twice_in_place
 from layerzero.errors import invalid
@@ -19,8 +18,7 @@ from layerzero.model.cost import Roofline
 from layerzero.model.describe import check_devices, check_floating, dtype_name, parse_layout
 from layerzero.model.enums import Layout
 from layerzero.model.op import Call, Op
-from layerzero.model.overlap import overlapping
-from layerzero.model.shapes import turned
+from layerzero.model.shapes import overlapping, turned
 
 
 @overload

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
+from layerzero.dispatch import modes
 from layerzero.dispatch.hot import aside, before_dispatch, generic_key, key_of, traced, watched
 from layerzero.dispatch.late import current_world, miss, recover, seen
-from layerzero.errors import InvalidInputError, UnknownNameError
+from layerzero.errors import InvalidInputError, UnknownNameError, invalid
 from layerzero.model.op import Op, OperationSpec
 from layerzero.op_tables import OP_TABLES
 from layerzero.runtime.current import builtin_ops, now, scope
@@ -146,3 +148,19 @@ def _looked_up(op: Op, key_of: Key, args: tuple[Any, ...], layout: str | None, b
         except Exception as error:
             return recover(op, world, bound, args, layout, backend, error)
     return miss(op, world, key, args, layout, backend)
+
+
+def expect_below(ids: Tensor, name: str, limit: int, *, but: int | None = None, code: str = "VALUE_INVALID") -> None:
+    """Refuse indices outside 0 … limit - 1, `but` excepted, where looking at them costs no wait: on the CPU.
+
+    A call is described when it is cold, and again when a kernel raised; so a bad index that only a hot call meets
+    still ends here, as one clear error.
+    """
+    if not ids.is_cpu or ids.numel() == 0 or not modes.plain((ids,)):
+        return
+    wrong = (ids < 0) | (ids >= limit)
+    if but is not None:
+        wrong &= ids != but
+    if wrong.any():
+        found = int(ids[wrong][0])
+        raise invalid(code, f"{name} {found}", limit - 1, f"{name} hold {found}, outside 0 to {limit - 1}")

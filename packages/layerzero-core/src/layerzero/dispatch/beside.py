@@ -41,7 +41,7 @@ from layerzero.dispatch.compiling import (
     short_turns,
 )
 from layerzero.errors import BackendNotAvailableError
-from layerzero.isolation.faults import ChildError, ChildOutOfMemory, IsolationFault
+from layerzero.isolation.wire import ChildError, ChildOutOfMemory, IsolationFault
 from layerzero.jit import cache as jit_cache
 from layerzero.jit.inputs import likeness
 from layerzero.model.artifact import Artifact, words_of

@@ -30,7 +30,7 @@ from layerzero.forking import fresh_lock
 from layerzero.model.decision import Decision, ExecutionPlan
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
-from layerzero.model.overlap import overlapping
+from layerzero.model.shapes import overlapping
 from layerzero.runtime.crashes import first_run
 from layerzero.runtime.state import state
 from layerzero.selection.filter import artifact_for

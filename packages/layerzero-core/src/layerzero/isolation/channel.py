@@ -6,9 +6,8 @@ import select
 import time
 from typing import Any
 
-from layerzero.isolation.faults import fault
 from layerzero.isolation.process import Process
-from layerzero.isolation.wire import HEADER_BYTES, Frame, Kind, WireError, decode, encode, head
+from layerzero.isolation.wire import HEADER_BYTES, Frame, Kind, WireError, decode, encode, fault, head
 
 _CHUNK = 1 << 16
 

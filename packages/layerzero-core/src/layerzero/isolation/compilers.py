@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from layerzero.forking import in_child
-from layerzero.isolation.faults import fault
 from layerzero.isolation.settings import Settings
 from layerzero.isolation.values import Placed, pack, span, tensors_in, unpack
+from layerzero.isolation.wire import fault
 from layerzero.isolation.worker import Worker
 from layerzero.model.compile_order import CompileOrder, NeedsDevice
 from layerzero.model.device import DeviceSpec

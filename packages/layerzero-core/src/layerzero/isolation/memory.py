@@ -11,8 +11,8 @@ from torch import Tensor
 
 from layerzero.isolation.arena import ALIGNMENT, NAME, Arena, Bump, sent_bytes, view
 from layerzero.isolation.device_arena import DeviceArena, DriverError, device_name, named_arena
-from layerzero.isolation.faults import ChildOutOfMemory, fault
 from layerzero.isolation.values import Malformed, Placed
+from layerzero.isolation.wire import ChildOutOfMemory, fault
 from layerzero.reasons import reason
 
 _MIB = 1 << 20

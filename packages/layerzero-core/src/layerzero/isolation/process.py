@@ -11,8 +11,8 @@ import subprocess
 import sys
 
 from layerzero.isolation.arena import Arena
-from layerzero.isolation.faults import fault
 from layerzero.isolation.settings import Settings
+from layerzero.isolation.wire import fault
 
 _TAIL = 1_500
 _MAX_LOG = 1 << 20

@@ -14,6 +14,8 @@ import struct
 import zlib
 from typing import Any, NamedTuple
 
+from layerzero.reasons import Reason, reason
+
 MAGIC = b"LZic"
 VERSION = 1
 MAX_BODY = 4 << 20
@@ -107,3 +109,24 @@ def decode(first: Head, data: bytes) -> Frame:
 
 def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is not a JSON number")
+
+
+class IsolationFault(RuntimeError):
+    """The child crashed, hung or spoke nonsense; `reason` says which. Dispatch turns it into a fallback."""
+
+    def __init__(self, why: Reason) -> None:
+        super().__init__(str(why))
+        self.reason = why
+
+
+class ChildError(IsolationFault):
+    """The kernel raised inside the child, which is well; the words are the kernel's own."""
+
+
+class ChildOutOfMemory(ChildError, MemoryError):
+    """The child ran out of host or device memory: pressure, not the kernel's fault."""
+
+
+def fault(code: str, value: object = None, limit: object = None, *, detail: str = "") -> IsolationFault:
+    """A fault with the words of its reason code."""
+    return IsolationFault(reason(code, value, limit, detail=detail))

@@ -32,7 +32,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from layerzero.device.family import family_of
+from layerzero.device.signature import family_of
 from layerzero.errors import CapabilitiesError, from_outside
 from layerzero.measurements.between import Estimate, Kind, Point
 from layerzero.model.context import Context

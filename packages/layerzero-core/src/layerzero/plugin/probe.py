@@ -17,7 +17,7 @@ from typing import Any
 from layerzero.errors import import_reason, importing, one_line
 from layerzero.model.device import DeviceSpec
 from layerzero.model.status import BackendStatus, HealthReport
-from layerzero.plugin.distributions import install_hint, is_known
+from layerzero.plugin.discovery import install_hint, is_known
 from layerzero.plugin.enclosure import Enclosure, enter
 from layerzero.plugin.manager import Loaded, PluginState, call_hook, load_plugins
 from layerzero.reasons import Reason, reason

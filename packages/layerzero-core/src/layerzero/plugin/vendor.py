@@ -22,8 +22,7 @@ from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import BackendSpec, KernelSpec
 from layerzero.model.status import BackendStatus
 from layerzero.plugin.abi import clashes
-from layerzero.plugin.discovery import dist_version, dist_version_on
-from layerzero.plugin.distributions import install_hint, is_known, quoted
+from layerzero.plugin.discovery import dist_version, dist_version_on, install_hint, is_known, quoted
 from layerzero.plugin.enclosure import Enclosure
 from layerzero.plugin.versions import contains
 from layerzero.reasons import Reason, ReasonCategory, reason

@@ -12,8 +12,7 @@ from layerzero.errors import did_you_mean
 from layerzero.isolation.proxy import settings_for
 from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import BackendSpec
-from layerzero.plugin.discovery import dist_version
-from layerzero.plugin.distributions import is_known
+from layerzero.plugin.discovery import dist_version, is_known
 from layerzero.plugin.manager import PluginRecord, PluginState, load_plugins
 from layerzero.plugin.probing import ProbeResult, probe
 from layerzero.public.checks import Check, Status

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from layerzero.device.family import family_of
+from layerzero.device.signature import family_of
 from layerzero.errors import LayerZeroError
 from layerzero.health.quarantine import Quarantine, QuarantineEntry
 from layerzero.measurements.shipped import standing

@@ -18,9 +18,8 @@ from layerzero.files import write_whole
 from layerzero.runtime.process_metrics import count_calls, families
 from layerzero.runtime.process_metrics import counters as kernel_counters
 from layerzero.telemetry.events import events
-from layerzero.telemetry.logs import JsonFormatter, RedactingFormatter
+from layerzero.telemetry.logs import JsonFormatter, RedactingFormatter, Redactor
 from layerzero.telemetry.metrics import Family
-from layerzero.telemetry.redact import Redactor
 
 
 class Observation(ExitStack):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerzero.device.family import family_of
+from layerzero.device.signature import family_of
 from layerzero.errors import CapabilitiesError
 from layerzero.forking import fresh_lock
 from layerzero.health.first_use import FOLDER, Checked, FirstUses

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from layerzero.errors import from_outside
 from layerzero.forking import fresh_lock, in_child
-from layerzero.telemetry.histogram import Histogram
+from layerzero.telemetry.counting import Histogram
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from layerzero.device.family import family_of
+from layerzero.device.signature import family_of
 from layerzero.errors import CapabilitiesError, ConfigurationError
 from layerzero.files import write_whole
 from layerzero.model.kernel import BackendSpec, KernelSpec

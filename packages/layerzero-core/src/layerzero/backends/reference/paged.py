@@ -1,4 +1,9 @@
-"""Attention over a paged KV cache: gather each sequence's pages, then plain attention."""
+"""Attention over a paged KV cache: gather each sequence's pages, then plain attention.
+
+The cache of multi-head latent attention (DeepSeek) holds for each token one latent vector, shared by all heads, and one
+rotated key. With the up-projections absorbed into the query and the output, the latent vector is key and value at once,
+and this is attention with a single KV head: key [latent, rotated], value [latent].
+"""
 
 from __future__ import annotations
 
@@ -157,3 +162,26 @@ def _check(query: Tensor, batch: PagedBatch, page_size: int) -> None:
         raise invalid("BLOCK_TABLE_INVALID", found, f"a context of {batch.max_context_len} tokens")
     if query.shape[0] != batch.total_q:
         raise invalid("SHAPE_INVALID", tuple(query.shape), f"{batch.total_q} packed query tokens")
+
+
+def mla_paged_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    return_lse: bool,
+) -> Attended:
+    """Causal (bottom-right) attention of [total_q, H, ckv] and [total_q, H, kpe] over the pages of their sequences.
+
+    The caches are [blocks, page, ckv] and [blocks, page, kpe]; the result is [total_q, H, ckv]. A sequence with no
+    context gives zeros. The log-sum-exp, when asked for, is [total_q, H].
+    """
+    query = torch.cat((q_nope, q_pe), dim=-1)
+
+    def attend(queries: Tensor, rotated: Tensor, latent: Tensor, _: Tensor | None) -> Attended:
+        keys = torch.cat((latent, rotated), dim=-1)
+        return attention(queries, keys, latent, None, 0.0, "bottom_right", scale, None, None, None, return_lse)
+
+    return one_by_one(attend, query, (kpe_cache.unsqueeze(2), ckv_cache.unsqueeze(2)), batch, return_lse=return_lse)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.reference.attention import attention, inside
+from layerzero.backends.reference.precision import compute_dtype
 from layerzero.model.attention import Attended, packed
+from layerzero.model.grouped import GroupedBatch
 
 Spans = tuple[tuple[int, int], tuple[int, int]]
 
@@ -135,3 +137,28 @@ def _places(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     index = torch.arange(tokens, device=offsets.device, dtype=offsets.dtype)
     sequence = torch.searchsorted(offsets[1:].contiguous(), index, right=True)
     return sequence, index - offsets[sequence]
+
+
+def grouped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    batch: GroupedBatch,
+    causal: bool,
+    scale: float | None,
+    return_lse: bool,
+) -> Attended:
+    """Attention of packed queries [total_q, Hq, D] over the first keys of their sequences, [total_k, Hkv, D] packed.
+
+    Causal is bottom-right: the last query of a segment sees all keys of its group. A query without any key gives
+    zeros. The log-sum-exp, when asked for, is [total_q, Hq].
+    """
+    dtype = compute_dtype(query, key, value)
+    # Widened before they are cut into prefixes: the gradients of overlapping prefixes then add up in this precision.
+    keys, values = key.to(dtype), value.to(dtype)
+    alignment = "bottom_right" if causal else False
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> Attended:
+        return attention(q, k, v, None, 0.0, alignment, scale, None, None, slopes, return_lse)
+
+    return one_by_one(attend, query, keys, values, batch.spans(), None, return_lse)

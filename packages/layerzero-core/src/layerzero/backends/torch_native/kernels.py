@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from layerzero.backends.reference import feed_forward as reference
 from layerzero.backends.reference.feed_forward import activate
 
 
@@ -52,3 +55,40 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | Non
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
     """`F.embedding`; the row of padding_idx gets no gradient."""
     return F.embedding(ids, weight, padding_idx)
+
+
+# A number farther out than this would round to one that E4M3 does not have.
+_E4M3_OVERFLOW = 464.0
+
+
+def cast(x: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
+    """`Tensor.to`, always a new tensor; what does not fit is taken care of before."""
+    if saturate and dtype != torch.bool:
+        x = _clamped(x, dtype)
+    elif dtype == torch.float8_e4m3fn:
+        x = x.to(torch.float32)
+        x = _clamped(x.masked_fill(x.abs() > _E4M3_OVERFLOW, float("nan")), dtype)
+    return x.to(dtype, copy=True)
+
+
+def _clamped(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype.is_floating_point:
+        largest = torch.finfo(dtype).max
+        # eight and sixteen bits cannot hold every limit they are compared with
+        return x.to(torch.float64 if torch.float64 in (x.dtype, dtype) else torch.float32).clamp(-largest, largest)
+    limits = torch.iinfo(dtype)
+    return x.to(torch.int64).clamp(limits.min, limits.max)
+
+
+def narrow_on_cpu(x: Tensor) -> bool:
+    """Whether x is of 16 bits and on a CPU, most of which multiply such numbers slower than wide ones."""
+    return x.is_cpu and x.dtype.itemsize == 2
+
+
+def mlp(x: Tensor, *rest: Any) -> Tensor:
+    """`F.linear`, activation, `F.linear`.
+
+    On a CPU 16-bit numbers are widened first, so that nothing is rounded between the two products: with it some
+    results would leave the bounds. On a GPU what stands between them is rounded to the dtype of x, as everywhere.
+    """
+    return reference.mlp(x, *rest) if narrow_on_cpu(x) else reference.feed_forward(x, *rest)

@@ -17,7 +17,7 @@ from torch import Tensor
 from layerzero.backends.reference import moe as reference
 from layerzero.backends.reference.feed_forward import gated
 from layerzero.backends.reference.precision import compute_dtype
-from layerzero.backends.torch_native.feed_forward import narrow_on_cpu
+from layerzero.backends.torch_native.kernels import narrow_on_cpu
 
 _grouped_mm: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
