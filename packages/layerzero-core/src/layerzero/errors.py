@@ -70,7 +70,7 @@ class LayerZeroWarning(UserWarning):
 
 
 class LayerZeroError(Exception):
-    """Base of all: says what happened, which value met which limit, and what to do."""
+    """Base of all: says what happened (`body`), which value met which limit, and what to do."""
 
     default_code = "VALUE_INVALID"
 
@@ -97,8 +97,8 @@ class LayerZeroError(Exception):
             given = (reason(self.code, value, limit),)
         self.reasons: tuple[Reason, ...] = given
         self.hint = given[0].hint if hint is None else hint
-        body = message or given[0].message
-        text = f"{body} [{self.code.value}]"
+        self.body = message or given[0].message
+        text = f"{self.body} [{self.code.value}]"
         super().__init__(f"{text}; {self.hint}" if self.hint else text)
 
 

@@ -13,10 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from layerzero.errors import LayerZeroError
+from typing import IO, Any
 
 _ASCII = str.maketrans({"→": "->", "–": "-", "µ": "u", "…": "...", "×": "x"})
 # Of what --json prints: it goes up when an entry is renamed, removed or means something else, never for a new one.
@@ -259,7 +256,7 @@ def error_json(error: BaseException) -> dict[str, Any]:
         return {
             "error": {
                 "code": error.code.value,
-                "message": _body(error),
+                "message": error.body,
                 "hint": error.hint,
                 "reasons": [item.to_json() for item in error.reasons],
             }
@@ -276,7 +273,7 @@ def describe_error(error: BaseException) -> list[Block]:
             Line(f"error: {type(error).__name__}: {error}", "bold red", hang=2),
             Line("this should not happen; LAYERZERO_DEBUG=1 shows the traceback", "dim", indent=2),
         ]
-    blocks: list[Block] = [Line(f"error {error.code.value}: {_body(error)}", "bold red", hang=2)]
+    blocks: list[Block] = [Line(f"error {error.code.value}: {error.body}", "bold red", hang=2)]
     first = error.reasons[0]
     rows = [
         (name, _short(value))
@@ -286,10 +283,6 @@ def describe_error(error: BaseException) -> list[Block]:
     if rows:
         blocks.append(Table(("", ""), [(Cell(name, "dim"), text) for name, text in rows], indent=2))
     return blocks
-
-
-def _body(error: LayerZeroError) -> str:
-    return str(error).removesuffix(f"; {error.hint}").removesuffix(f" [{error.code.value}]")
 
 
 def _short(value: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -28,13 +28,10 @@ from layerzero.model.describe import (
 )
 from layerzero.model.enums import Causal, Layout, Platform
 from layerzero.model.folding import fold, folding_of, is_folded
-from layerzero.model.masks import MASK_VALUES, ChunkMask
+from layerzero.model.masks import MASK_VALUES, BlockMask, ChunkMask
 from layerzero.model.op import Call, Op
 from layerzero.model.shapes import ordered, ordered_empty
 from layerzero.runtime.current import now, scope
-
-if TYPE_CHECKING:
-    from layerzero.model.masks import BlockMask
 
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled

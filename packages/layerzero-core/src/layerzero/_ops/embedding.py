@@ -30,12 +30,7 @@ def _describe(call: Call) -> Context:
     index = expect_index(ids, "ids")
     vocab, hidden = weight.shape
     if padding_idx is not None and (type(padding_idx) is not int or not -vocab <= padding_idx < vocab):
-        raise invalid(
-            "VALUE_INVALID",
-            str(padding_idx),
-            f"an int from {-vocab} to {vocab - 1}",
-            f"padding_idx {padding_idx} is no row of the table",
-        )
+        raise invalid("VALUE_INVALID", f"padding_idx {padding_idx!r}", f"an int from {-vocab} to {vocab - 1}")
     expect_below(ids, "ids", vocab)
     dims, needs = {"tokens": ids.numel(), "vocab": vocab, "hidden": hidden}, {"padding_idx": padding_idx is not None}
     return context_of(call, "embedding", word, dims, needs, (weight,), dtypes=(word,), rank=ids.ndim, index_dtype=index)

@@ -42,12 +42,7 @@ def gating(rows: int, inner: int, name: str) -> str:
     """ "gated" for a packed weight of 2 I rows, "ungated" for one of I rows."""
     if inner > 0 and rows in (inner, 2 * inner):
         return "ungated" if rows == inner else "gated"
-    raise invalid(
-        "SHAPE_INVALID",
-        rows,
-        f"{inner} rows, or {2 * inner} for gate and up packed",
-        f"{name} has {rows} rows and the weight back has {inner} columns",
-    )
+    raise invalid("SHAPE_INVALID", f"{name} of {rows} rows", f"{inner}, or {2 * inner} for gate and up packed")
 
 
 def _describe(call: Call) -> Context:
@@ -65,12 +60,7 @@ def _describe(call: Call) -> Context:
         expect_shape(up, "up_weight beside a gate_weight", (inner, hidden))
         kind = "split_gate"
     elif gate_bias is not None:
-        raise invalid(
-            "VALUE_INVALID",
-            "gate_bias",
-            "None without a gate_weight",
-            "gate_bias without gate_weight: the bias of a packed weight is up_bias [2 I]",
-        )
+        raise invalid("VALUE_INVALID", "gate_bias", "taken without gate_weight; a packed weight has up_bias [2 I]")
     needs.add(kind)
     expect_shape(up_bias, "up_bias", (up.shape[0],))
     expect_shape(gate_bias, "gate_bias", (inner,))

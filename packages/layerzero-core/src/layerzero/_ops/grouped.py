@@ -99,12 +99,7 @@ def _planned(batch: Any, cu_seqlens_k: Any, kv_lens: Any) -> GroupedBatch:
         return batch
     if cu_seqlens_k is None or kv_lens is None:
         missing = "cu_seqlens_k" if cu_seqlens_k is None else "kv_lens"
-        raise invalid(
-            "TYPE_INVALID",
-            "None",
-            "a grouped_batch, or cu_seqlens_q, cu_seqlens_k and kv_lens",
-            f"{missing} is missing",
-        )
+        raise invalid("TYPE_INVALID", f"no {missing}", "a grouped_batch, or cu_seqlens_q, cu_seqlens_k and kv_lens")
     return make_grouped_batch(batch, cu_seqlens_k, kv_lens)
 
 
@@ -149,9 +144,7 @@ def _describe(call: Call) -> Context:
         ("key", total_k, batch.total_k, "cu_seqlens_k"),
     ):
         if given != planned:
-            raise invalid(
-                "SHAPE_INVALID", f"{given} {name} tokens", f"{planned} from {source}", f"{name} does not fit the batch"
-            )
+            raise invalid("SHAPE_INVALID", f"of {given} {name} tokens", f"the batch: {planned} from {source}")
     needs = {
         "gqa": heads != kv_heads,
         "lse": return_lse,

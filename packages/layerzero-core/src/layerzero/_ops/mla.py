@@ -110,9 +110,7 @@ def _describe(call: Call) -> Context:
         raise invalid("TYPE_INVALID", "scale: NoneType", "a number")
     check_scale(scale)
     if words["kpe_cache"] != words["ckv_cache"]:
-        raise invalid(
-            "KV_CACHE_DTYPE_MISMATCH", words["kpe_cache"], words["ckv_cache"], "ckv_cache and kpe_cache disagree"
-        )
+        raise invalid("KV_CACHE_DTYPE_MISMATCH", f"kpe {words['kpe_cache']}", f"ckv {words['ckv_cache']}")
     tokens, heads, latent = q_nope.shape
     blocks, page, width = ckv_cache.shape
     _same("q_nope and q_pe", q_pe.shape[:2], (tokens, heads), q_pe)
@@ -130,12 +128,7 @@ def _describe(call: Call) -> Context:
             "at least one head, one latent channel and one token a page",
         )
     if tokens != batch.total_q:
-        raise invalid(
-            "SHAPE_INVALID",
-            f"{tokens} query tokens",
-            f"{batch.total_q} from query_lens",
-            "q_nope does not fit the batch",
-        )
+        raise invalid("SHAPE_INVALID", f"of {tokens} query tokens", f"the batch: {batch.total_q} from query_lens")
     check_pages(ckv_cache, batch, 3, 1)
     needs = {
         "lse": return_lse,

@@ -120,12 +120,7 @@ def _describe_gate(call: Call) -> Context:
         raise invalid("SHAPE_INVALID", str(tuple(logits.shape)), "[T, E >= 1]", "there are no experts")
     _whole(num_groups, "num_groups", 1, experts)
     if experts % num_groups:
-        raise invalid(
-            "VALUE_INVALID",
-            f"num_groups={num_groups}",
-            f"a divisor of {experts}",
-            f"{experts} experts do not split into {num_groups} equal groups",
-        )
+        raise invalid("VALUE_INVALID", f"num_groups={num_groups}", f"a divisor of the {experts} experts")
     _whole(top_groups, "top_groups", 1, num_groups)
     _whole(k, "k", 1, experts // num_groups * top_groups)
     if scoring not in SCORINGS:
@@ -174,9 +169,7 @@ def _describe_moe(call: Call) -> Context:
     if not experts or width != hidden:
         raise invalid("SHAPE_INVALID", str(tuple(gate_up.shape)), f"[E >= 1, 2 I, {hidden}]", "x and gate_up disagree")
     if outer != [experts, hidden]:
-        raise invalid(
-            "SHAPE_INVALID", str(tuple(down.shape)), f"({experts}, {hidden}, {inner})", "down has another shape"
-        )
+        raise invalid("SHAPE_INVALID", f"down {tuple(down.shape)}", f"({experts}, {hidden}, {inner})")
     needs = {gating(rows, inner, "gate_up")}
     needs.add("activation_swigluoai" if activation == "swigluoai" else check_activation(activation))
     needs |= _gate_options(activation, alpha, limit, interleaved, "gated" in needs)

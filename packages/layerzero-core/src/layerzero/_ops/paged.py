@@ -20,8 +20,8 @@ from layerzero.model.cost import Roofline
 from layerzero.model.describe import (
     check_devices,
     check_floating,
+    check_per_head,
     check_scale,
-    check_sinks,
     check_softcap,
     dtype_name,
     parse_layout,
@@ -138,9 +138,7 @@ def _planned(batch: Any, context_lens: Any) -> PagedBatch:
     if isinstance(batch, PagedBatch):
         return batch
     if context_lens is None:
-        raise invalid(
-            "TYPE_INVALID", "None", "a paged_batch, or block_tables and context_lens", "context_lens is missing"
-        )
+        raise invalid("TYPE_INVALID", "no context_lens", "a paged_batch, or block_tables and context_lens")
     return make_paged_batch(expect_tensor(batch, "block_tables"), expect_tensor(context_lens, "context_lens"))
 
 
@@ -218,43 +216,26 @@ def _describe(call: Call) -> Context:
     word = check_floating(query, "query")
     cache_word = check_floating(key_cache, "key_cache")
     if dtype_name(value_cache) != cache_word:
-        raise invalid(
-            "KV_CACHE_DTYPE_MISMATCH", dtype_name(value_cache), cache_word, "key_cache and value_cache disagree"
-        )
+        raise invalid("KV_CACHE_DTYPE_MISMATCH", f"value {dtype_name(value_cache)}", f"key {cache_word}")
     order = parse_layout(layout)
     if order not in (Layout.NHD, Layout.HND):
         raise invalid("LAYOUT_UNKNOWN", order.value, "NHD, HND")
     blocks, first, second, dim = key_cache.shape
     page, kv_heads = (first, second) if order is Layout.NHD else (second, first)
     if tuple(value_cache.shape[:3]) != tuple(key_cache.shape[:3]):
-        raise invalid(
-            "SHAPE_INVALID",
-            str(tuple(value_cache.shape)),
-            str(tuple(key_cache.shape)),
-            "key_cache and value_cache disagree",
-        )
+        raise invalid("SHAPE_INVALID", f"value_cache {tuple(value_cache.shape)}", f"key_cache {tuple(key_cache.shape)}")
     tokens, heads, query_dim = query.shape
     if query_dim != dim:
         raise invalid("HEAD_DIM_MISMATCH", f"query {query_dim}, cache {dim}", "equal")
     if kv_heads == 0 or heads % kv_heads:
         raise invalid("GQA_RATIO_INVALID", heads, kv_heads)
     if tokens != batch.total_q:
-        raise invalid(
-            "SHAPE_INVALID",
-            f"{tokens} query tokens",
-            f"{batch.total_q} from query_lens",
-            "query does not fit the batch",
-        )
+        raise invalid("SHAPE_INVALID", f"of {tokens} query tokens", f"the batch: {batch.total_q} from query_lens")
     check_pages(key_cache, batch, 4, _TOKENS[order])
     check_softcap(softcap)
-    if slopes is not None and tuple(expect_tensor(slopes, "alibi_slopes").shape) not in (
-        (heads,),
-        (batch.batch_size, heads),
-    ):
-        raise invalid("SHAPE_INVALID", str(tuple(slopes.shape)), f"[{heads}]", "alibi_slopes do not fit")
     if is_causal and batch.is_cross:
         raise invalid("BLOCK_TABLE_INVALID", "with more queries than context", "is_causal=False")
-    check_sinks(sinks, heads)
+    check_per_head(slopes, sinks, heads, batch.batch_size)
     for name, item in scales.items():
         _check_kv_scale(item, name, kv_heads)
     needs = {

@@ -99,12 +99,8 @@ def rotary_context(
             raise invalid("SHAPE_INVALID", str(tuple(k.shape)), str(tuple(q.shape)), "q and k disagree")
     batched = cos.ndim == 3
     if tuple(cos.shape) != tuple(sin.shape) or cos.ndim not in (2, 3) or (batched and cos.shape[0] not in (1, batch)):
-        raise invalid(
-            "SHAPE_INVALID",
-            f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)}",
-            f"[S, rotary/2] or [{batch} or 1, S, rotary], both alike",
-            "cos and sin do not fit",
-        )
+        tables = f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
+        raise invalid("SHAPE_INVALID", tables, f"[S, rotary/2] or [{batch} or 1, S, rotary], both alike")
     rotary = cos.shape[-1] * (1 if batched else 2)
     if rotary > dim or rotary % 2 or rotary == 0:
         raise invalid("SHAPE_INVALID", rotary, f"an even rotary width up to {dim}", "the tables are too wide")

@@ -51,9 +51,7 @@ def _rows(logits: Any, *params: Any) -> tuple[Any, ...]:
             return item.reshape(-1)
         if tuple(item.shape) == lead[:1]:
             return item.reshape(-1, *(1,) * (len(lead) - 1)).expand(lead).reshape(-1)
-        raise invalid(
-            "SHAPE_INVALID", str(tuple(item.shape)), f"{lead} or {lead[:1]}", "a parameter does not fit the logits"
-        )
+        raise invalid("SHAPE_INVALID", f"of a parameter, {tuple(item.shape)},", f"the logits: {lead} or {lead[:1]}")
 
     return (logits.reshape(-1, logits.shape[-1]), *(spread(item) for item in params))
 

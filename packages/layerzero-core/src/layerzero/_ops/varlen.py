@@ -22,8 +22,8 @@ from layerzero.model.cost import Roofline
 from layerzero.model.describe import (
     check_devices,
     check_floating,
+    check_per_head,
     check_scale,
-    check_sinks,
     check_softcap,
     dtype_name,
     parse_causal,
@@ -210,9 +210,7 @@ def _describe(call: Call) -> Context:
     expect_heads(query, key, value)
     (tokens, heads, dim), (tokens_k, kv_heads, _) = query.shape, key.shape
     batch = cu_q.shape[0] - 1
-    if slopes is not None and tuple(slopes.shape) not in ((heads,), (batch, heads)):
-        raise invalid("SHAPE_INVALID", str(tuple(slopes.shape)), f"[{heads}]", "alibi_slopes do not fit")
-    check_sinks(sinks, heads)
+    check_per_head(slopes, sinks, heads, batch)
     causal = parse_causal(is_causal)
     check_scale(scale)
     check_softcap(softcap)
@@ -267,11 +265,8 @@ def _check_offsets(cu_q: Tensor, cu_k: Tensor) -> None:
         shown = f"cu_seqlens_q {dtype_name(cu_q)}, cu_seqlens_k {dtype_name(cu_k)}"
         raise invalid("DTYPE_MIXED", shown)
     if cu_q.shape != cu_k.shape:
-        raise invalid(
-            "SHAPE_INVALID",
-            f"cu_seqlens_q {tuple(cu_q.shape)}, cu_seqlens_k {tuple(cu_k.shape)}",
-            "one number of sequences",
-        )
+        shown = f"cu_seqlens_q {tuple(cu_q.shape)}, cu_seqlens_k {tuple(cu_k.shape)}"
+        raise invalid("SHAPE_INVALID", shown, "one number of sequences")
 
 
 def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:

@@ -78,9 +78,7 @@ def _resolve(device: Any, torch: Any) -> tuple[str, int]:
     else:
         match = _NAME.match(str(device).lower())
         if match is None:
-            raise InvalidInputError(
-                f"{device!r} is not a device", code="VALUE_INVALID", value=device, limit="a device such as 'cuda:0'"
-            )
+            raise InvalidInputError(code="VALUE_INVALID", value=repr(device), limit="a device such as 'cuda:0'")
         kind, index = match[1], None if match[2] is None else int(match[2])
     if index is None:
         index = _current(torch, kind)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.model.attention import alibi_bias, band
 from layerzero.model.context import Context
 from layerzero.model.folding import fold, unfold
 from layerzero.model.kv_cache import pages_in_use
@@ -301,7 +302,15 @@ def _folding(what: frozenset[str], seq_axis: int) -> Step:
     def step(values: list[Any]) -> None:
         query, key = values[_QUERY], values[_KEY]
         rows, cols = query.shape[seq_axis], key.shape[seq_axis]
-        keep, bias = _positional(values, what, rows, cols, query)
+        # Causal and window as a mask, ALiBi as a bias; bottom-right but for is_causal=True.
+        keep = band(values[_CAUSAL], values[_WINDOW] if "window" in what else None, rows, cols, query.device)
+        bias = None
+        if "window" in what:
+            values[_WINDOW] = None
+        if "alibi" in what and values[_ALIBI] is not None:
+            wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+            bias = alibi_bias(values[_ALIBI].to(wide), rows, cols).to(query.dtype)
+            values[_ALIBI] = None
         given = dense_mask(values[_MASK], rows, cols, query.device)
         if given is not None:
             if given.dtype is torch.bool:
@@ -317,35 +326,3 @@ def _folding(what: frozenset[str], seq_axis: int) -> Step:
         values[_CAUSAL] = False
 
     return step
-
-
-def _positional(
-    values: list[Any], what: frozenset[str], rows: int, cols: int, query: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """The keep mask of causal and window, and the bias of ALiBi; bottom-right but for is_causal=True."""
-    keep: Tensor | None = None
-    bias: Tensor | None = None
-    i = torch.arange(rows, device=query.device)[:, None]
-    j = torch.arange(cols, device=query.device)[None, :]
-    causal = values[_CAUSAL]
-    if causal and "causal" in what:
-        keep = j <= (i + (cols - rows) if causal == "bottom_right" else i)
-    if "window" in what and values[_WINDOW] is not None:
-        left, right = values[_WINDOW]
-        offset = 0 if causal is True else cols - rows
-        ahead = j - (i + offset)  # compared, not added to: a bound may be as large as int64 goes
-        inside = torch.ones((rows, cols), dtype=torch.bool, device=query.device)
-        if left >= 0:
-            inside &= ahead >= -left
-        if right >= 0:
-            inside &= ahead <= right
-        keep = inside if keep is None else keep & inside
-        values[_WINDOW] = None
-    if "alibi" in what and values[_ALIBI] is not None:
-        slopes = values[_ALIBI]
-        slopes = slopes[None, :, None, None] if slopes.ndim == 1 else slopes[:, :, None, None]
-        distance = (i + (cols - rows) - j).abs()
-        wide = torch.float64 if query.dtype is torch.float64 else torch.float32
-        bias = (-slopes.to(wide) * distance).to(query.dtype)
-        values[_ALIBI] = None
-    return keep, bias

@@ -147,11 +147,8 @@ def capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     inputs = Inputs(args, kwargs)
     stream = new_stream(device) if how.stream is None else how.stream
     if stream == torch.cuda.default_stream(device):
-        raise CudaGraphUnsafeError(
-            code="GRAPH_CAPTURE_FAILED",
-            value="the default stream cannot be captured",
-            hint="pass another stream, or none",
-        )
+        told = "the default stream cannot be captured"
+        raise CudaGraphUnsafeError(code="GRAPH_CAPTURE_FAILED", value=told, hint="pass another stream, or none")
     stream.wait_stream(torch.cuda.current_stream(device))
     refused: dict[str, Reason] = {}
     with torch.cuda.device(device), torch.no_grad():

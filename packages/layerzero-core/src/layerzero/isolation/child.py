@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from pkgutil import resolve_name
@@ -159,16 +158,9 @@ class Child:
 
 
 def _described(error: BaseException) -> dict[str, Any]:
-    """An exception in words: its type, its text, the last frames it went through."""
+    """An exception in words: its type, its text, whether memory ran out."""
     memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in str(error) for word in NO_MEMORY)
-    frames = "".join(traceback.format_tb(error.__traceback__)[-3:])
-    return {
-        "type": type(error).__name__,
-        "text": str(error)[:_WORDS],
-        "memory": memory,
-        "missing": isinstance(error, (ImportError, AttributeError)),
-        "trace": frames[-_WORDS:],
-    }
+    return {"type": type(error).__name__, "text": str(error)[:_WORDS], "memory": memory}
 
 
 def _end_with_parent(handle: int) -> None:

@@ -68,3 +68,39 @@ def slopes_of_heads(num_heads: int, device: torch.device | str | None = None) ->
     slopes = [2.0 ** (-8.0 * (i + 1) / lower) for i in range(lower)]
     slopes += [2.0 ** (-4.0 * (2 * i + 1) / lower) for i in range(num_heads - lower)]
     return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+
+def alibi_bias(slopes: Tensor, seq_q: int, seq_k: int) -> Tensor:
+    """-slope * |q_pos - k_pos| with slopes [H] or [B, H]; shape [1 or B, H, Sq, Sk]."""
+    import torch
+
+    q_pos = torch.arange(seq_q, device=slopes.device).unsqueeze(-1) + (seq_k - seq_q)
+    distance = (q_pos - torch.arange(seq_k, device=slopes.device)).abs()
+    per_head = slopes if slopes.dim() == 2 else slopes.unsqueeze(0)
+    return -per_head[:, :, None, None] * distance
+
+
+def band(
+    is_causal: bool | str, window: tuple[int, int] | None, seq_q: int, seq_k: int, device: torch.device
+) -> Tensor | None:
+    """Which (query, key) pairs the causal triangle and the window let attend, or None when all may."""
+    import torch
+
+    if not is_causal and (window is None or (window[0] < 0 and window[1] < 0)):
+        return None
+    shift = 0 if is_causal is True else seq_k - seq_q
+    q_pos = torch.arange(seq_q, device=device).unsqueeze(-1) + shift
+    return inside(torch.arange(seq_k, device=device) - q_pos, is_causal, window)
+
+
+def inside(ahead: Tensor, is_causal: bool | str, window: tuple[int, int] | None) -> Tensor:
+    """Where the causal triangle and the window let attend a key that lies this far ahead of the query."""
+    import torch
+
+    left, right = window if window is not None else (-1, -1)
+    found = ahead <= 0 if is_causal else torch.ones_like(ahead, dtype=torch.bool)
+    if left >= 0:
+        found = found & (ahead >= -left)
+    if right >= 0:
+        found = found & (ahead <= right)
+    return found

@@ -20,9 +20,7 @@ def expect_tensor(value: Any, name: str) -> Tensor:
     from torch import Tensor  # this floor is loaded without torch
 
     if not isinstance(value, Tensor):
-        raise invalid(
-            "TYPE_INVALID", f"{name}: {type(value).__name__}", "a torch.Tensor", f"{name} is a {type(value).__name__}"
-        )
+        raise invalid("TYPE_INVALID", f"{name}: {type(value).__name__}", "a torch.Tensor")
     return value
 
 

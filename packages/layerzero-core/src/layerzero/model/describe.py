@@ -72,12 +72,7 @@ def parse_causal(is_causal: bool | str) -> Causal:
 def check_window_fits(sides: Sequence[int]) -> None:
     """Refuse a bound that no 64-bit integer holds."""
     if any(side > _LARGEST for side in sides):
-        raise invalid(
-            "VALUE_INVALID",
-            str(tuple(sides)),
-            "a window of at most 2**63 - 1; -1 is unlimited",
-            f"window {tuple(sides)} does not fit into 64 bits",
-        )
+        raise invalid("VALUE_INVALID", f"window {tuple(sides)}", "at most 2**63 - 1; -1 is unlimited")
 
 
 def parse_window(window: int | Sequence[int] | None) -> tuple[int, int] | None:
@@ -209,12 +204,7 @@ def _sizes(query: Tensor, key: Tensor, value: Tensor, layout: Layout, folding: F
     if dim != dim_k:
         raise invalid("HEAD_DIM_MISMATCH", f"query {dim}, key {dim_k}", "equal")
     if kv_heads != heads_v or seq_k != seq_v:
-        raise invalid(
-            "SHAPE_INVALID",
-            f"key {tuple(key.shape)}, value {tuple(value.shape)}",
-            "equal heads and length",
-            f"key {tuple(key.shape)} and value {tuple(value.shape)} disagree",
-        )
+        raise invalid("SHAPE_INVALID", f"key {tuple(key.shape)}", f"value {tuple(value.shape)}")
     if heads % kv_heads if kv_heads else heads:
         raise invalid("GQA_RATIO_INVALID", heads, kv_heads)
     return {
@@ -306,14 +296,16 @@ def check_scale(scale: float | None) -> None:
         raise invalid("SCALE_INVALID", str(scale))
 
 
-def check_sinks(sinks: Any, heads: int) -> None:
-    """Refuse sinks that are not one number for each head of the queries."""
+def check_per_head(slopes: Any, sinks: Any, heads: int, batch: int) -> None:
+    """Refuse slopes and sinks that are not one number for each head of the queries; slopes may differ by sequence."""
+    if slopes is not None and tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        raise invalid("SHAPE_INVALID", f"alibi_slopes {tuple(slopes.shape)}", f"[{heads}] or [{batch}, {heads}]")
     if sinks is None:
         return
     _check_tensor(sinks, "sinks")
     check_floating(sinks, "sinks")
     if tuple(sinks.shape) != (heads,):
-        raise invalid("SHAPE_INVALID", str(tuple(sinks.shape)), f"[{heads}]", "sinks do not fit the heads")
+        raise invalid("SHAPE_INVALID", f"sinks {tuple(sinks.shape)}", f"[{heads}]")
 
 
 def attention_context(
@@ -377,14 +369,7 @@ def attention_context(
     check_scale(scale)
     check_dropout(dropout_p)
     check_softcap(softcap)
-    if alibi_slopes is not None and tuple(alibi_slopes.shape) not in (
-        (dims["num_heads"],),
-        (dims["batch"], dims["num_heads"]),
-    ):
-        raise invalid(
-            "SHAPE_INVALID", str(tuple(alibi_slopes.shape)), f"[{dims['num_heads']}]", "alibi_slopes do not fit"
-        )
-    check_sinks(sinks, dims["num_heads"])
+    check_per_head(alibi_slopes, sinks, dims["num_heads"], dims["batch"])
     grad = bool(requires_grad)
     if requires_grad is None:
         grad = any(t.requires_grad for t in (query, key, value))

@@ -64,7 +64,7 @@ class Formula:
     def __post_init__(self) -> None:
         if len(self.text) > _MAX_LENGTH:
             raise CapabilitiesError(
-                f"formula longer than {_MAX_LENGTH} characters", code="SCHEMA_INVALID", value=self.text[:40]
+                code="SCHEMA_INVALID", value=f"formula {self.text[:40]} … of over {_MAX_LENGTH} characters"
             )
         try:
             tree = ast.parse(self.text, mode="eval").body

@@ -185,12 +185,8 @@ def make_grouped_batch(
         group, row = divmod(index, rows)
         known = k_host[row + 1] - k_host[row]
         if not 0 <= length <= known:
-            raise invalid(
-                "VALUE_INVALID",
-                f"kv_lens[{group}, {row}] = {length}",
-                f"between 0 and the {known} keys of the sequence",
-                f"group {group} attends {length} keys of sequence {row}",
-            )
+            shown = f"kv_lens[{group}, {row}] = {length}"
+            raise invalid("VALUE_INVALID", shown, f"between 0 and the {known} keys of the sequence")
     return GroupedBatch(*given, q_host, k_host, lens_host)
 
 
@@ -220,20 +216,11 @@ def _host(given: tuple[Tensor, Tensor, Tensor], host_lens: Any) -> tuple[tuple[i
         raise invalid("TYPE_INVALID", f"host_lens {host_lens!r}", "cu_seqlens_q, cu_seqlens_k and kv_lens") from None
     for name, tensor, numbers in zip(_NAMES, given, found, strict=True):
         if len(numbers) != tensor.numel():
-            raise invalid(
-                "SHAPE_INVALID",
-                len(numbers),
-                f"{tensor.numel()}, as in {name}",
-                f"host_lens has {len(numbers)} numbers for {name}",
-            )
+            raise invalid("SHAPE_INVALID", f"host_lens of {len(numbers)}", f"{tensor.numel()}, as in {name}")
     return found
 
 
 def _check_offsets(name: str, offsets: tuple[int, ...]) -> None:
     if offsets[0] != 0 or any(start > end for start, end in pairwise(offsets)):
-        raise invalid(
-            "VALUE_INVALID",
-            f"{name} {list(offsets[:8])}{' ...' if len(offsets) > 8 else ''}",
-            "ascending from 0",
-            f"{name} does not hold offsets",
-        )
+        shown = f"{name} {list(offsets[:8])}{' ...' if len(offsets) > 8 else ''}"
+        raise invalid("VALUE_INVALID", shown, "ascending from 0")

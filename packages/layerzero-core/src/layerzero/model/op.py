@@ -80,16 +80,11 @@ class OperationSpec:
         if not self.input_kinds or not self.output_kind:
             raise ConfigurationError(f"op {self.op_id}: input_kinds and output_kind are required", value=self.op_id)
         if len(self.input_kinds) != len(self.arguments):
-            raise ConfigurationError(
-                f"op {self.op_id}: {len(self.arguments)} arguments but {len(self.input_kinds)} input kinds",
-                value=self.op_id,
-            )
+            text = f"op {self.op_id}: {len(self.arguments)} arguments but {len(self.input_kinds)} input kinds"
+            raise ConfigurationError(text, value=self.op_id)
         if self.output_kind not in _OUTPUTS[self.op_kind]:
-            raise ConfigurationError(
-                f"op {self.op_id}: a {self.op_kind.value} op cannot give {self.output_kind!r}",
-                value=self.output_kind,
-                limit=sorted(_OUTPUTS[self.op_kind]),
-            )
+            text = f"op {self.op_id}: a {self.op_kind.value} op cannot give {self.output_kind!r}"
+            raise ConfigurationError(text, value=self.output_kind, limit=sorted(_OUTPUTS[self.op_kind]))
         if self.has_fallback and not callable(self.fallback_impl):
             raise ConfigurationError(
                 f"op {self.op_id}: has_fallback is true but fallback_impl is not callable", value=self.fallback_impl

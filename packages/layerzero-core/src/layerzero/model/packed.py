@@ -33,11 +33,8 @@ def activation_scheme(fmt: QuantFormat | str) -> QuantScheme:
     """
     known, traits = format_traits(fmt)
     if known in (QuantFormat.INT4, QuantFormat.NF4):
-        raise invalid(
-            ReasonCode.QUANT_FORMAT_UNSUPPORTED,
-            f"{known.value} for activations",
-            "int8, fp8_e4m3, fp8_e5m2, mxfp4, nvfp4",
-        )
+        shown = f"{known.value} for activations"
+        raise invalid("QUANT_FORMAT_UNSUPPORTED", shown, "int8, fp8_e4m3, fp8_e5m2, mxfp4, nvfp4")
     return QuantScheme(known, "block" if traits.block_only else "channel")
 
 

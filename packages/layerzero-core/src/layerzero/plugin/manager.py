@@ -28,7 +28,6 @@ from layerzero.plugin.vendor import vendor_presence
 from layerzero.reasons import Reason, ReasonCode, reason
 from layerzero.registry.capabilities import Capabilities
 from layerzero.registry.kernels import KernelRegistry
-from layerzero.registry.kinds import body
 from layerzero.registry.proofs import beside
 
 
@@ -306,7 +305,7 @@ def _call(alone: pluggy.PluginManager, hook: str, **arguments: Any) -> Any:
 def _failed(blank: PluginRecord, error: BaseException, code: str = "PLUGIN_REGISTER_FAILED") -> PluginRecord:
     """A record of what went wrong; our own errors keep their code, others become `code`."""
     if isinstance(error, LayerZeroError) and code != "PLUGIN_IMPORT_FAILED":
-        why = Reason(error.code, body(error), error.reasons[0].value, error.reasons[0].limit, error.hint)
+        why = Reason(error.code, error.body, error.reasons[0].value, error.reasons[0].limit, error.hint)
     else:
         why = reason(ReasonCode(code), one_line(error))
     fix = f"set LAYERZERO_PLUGINS_DENY={blank.name}"

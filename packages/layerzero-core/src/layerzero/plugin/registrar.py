@@ -28,12 +28,8 @@ _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 def check_api(wanted: str, who: str) -> None:
     """Raise PluginError when `wanted` (a version specifier) leaves this core's plugin API out."""
     if wanted != DEFAULT_API and not contains(wanted, API_VERSION):
-        raise PluginError(
-            f"{who} is written for plugin API {wanted}, this core has {API_VERSION}",
-            code="PLUGIN_API_MISMATCH",
-            value=API_VERSION,
-            limit=wanted,
-        )
+        text = f"{who} is written for plugin API {wanted}, this core has {API_VERSION}"
+        raise PluginError(text, code="PLUGIN_API_MISMATCH", value=API_VERSION, limit=wanted)
 
 
 def kernels_of(op: Op, version: str) -> Iterator[KernelSpec]:
@@ -67,12 +63,8 @@ def _path(op: Op, function: Callable[..., Any] | str) -> str:
     if isinstance(function, str):
         return function
     if "<" in function.__qualname__:
-        raise PluginError(
-            f"op {op.op_id!r}: {function.__qualname__} cannot be imported by name",
-            code="TYPE_INVALID",
-            value=function.__qualname__,
-            limit="a function of a module",
-        )
+        text = f"op {op.op_id!r}: {function.__qualname__} cannot be imported by name"
+        raise PluginError(text, code="TYPE_INVALID", value=function.__qualname__, limit="a function of a module")
     return f"{function.__module__}:{function.__qualname__}"
 
 

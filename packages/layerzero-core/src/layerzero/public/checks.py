@@ -47,8 +47,7 @@ class Check(Plain):
 
     @staticmethod
     def error(group: str, name: str, error: LayerZeroError, status: str = Status.FAIL) -> Check:
-        text = str(error).removesuffix(f"; {error.hint}").removesuffix(f" [{error.code.value}]")
-        return Check(group, name, status, text, error.code, error.hint)
+        return Check(group, name, status, error.body, error.code, error.hint)
 
 
 @dataclass(frozen=True)

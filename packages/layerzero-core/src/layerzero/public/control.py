@@ -18,7 +18,6 @@ from layerzero.policy.layers import Level, PolicyLayer
 from layerzero.runtime.policies import policies
 from layerzero.runtime.scopes import entered
 from layerzero.runtime.state import scope, state
-from layerzero.selection.world import World
 
 
 def configure(*, expires_in: float | None = None, **settings: Any) -> Policy:
@@ -93,7 +92,7 @@ def lock(op: str, kernel_id: str) -> None:
     world = state.world
     if op not in world.ops and "*" not in op:
         raise UnknownNameError(f"unknown op {op!r}", code="OP_UNKNOWN", value=op, limit=_some_like(op, world.ops))
-    kernel = kernel_named(kernel_id, world)
+    kernel = world.registry.get(kernel_id)
     if "*" not in op:
         must_compute(kernel, op)
     with _writing:
@@ -145,15 +144,6 @@ def reset() -> None:
     _locks.clear()
     policies.reset()
     state.reset()
-
-
-def kernel_named(kernel_id: str, world: World) -> KernelSpec:
-    """A registered kernel; raises, naming the nearest ones, where there is none of this id."""
-    kernel = world.registry.kernels.get(kernel_id)
-    if kernel is None:
-        known = _some_like(kernel_id, world.registry.kernels)
-        raise UnknownNameError(f"unknown kernel {kernel_id!r}", code="KERNEL_UNKNOWN", value=kernel_id, limit=known)
-    return kernel
 
 
 def must_compute(kernel: KernelSpec, op: str) -> None:

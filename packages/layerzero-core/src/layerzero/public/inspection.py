@@ -12,7 +12,7 @@ from layerzero.model.context import Context
 from layerzero.model.decision import Decision, ExecutionPlan
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
-from layerzero.public.control import kernel_named, must_compute
+from layerzero.public.control import must_compute
 from layerzero.reasons import Reason
 from layerzero.runtime.state import state
 from layerzero.selection.engine import refuse
@@ -118,7 +118,7 @@ def validate(kernel_id: str, *args: Any, op: str | None = None, **kwargs: Any) -
     The arguments are those of the kernel's op, or one Context. A kernel that may run but would not win is
     valid: only reasons that forbid are listed.
     """
-    kernel = kernel_named(kernel_id, current_world())
+    kernel = current_world().registry.get(kernel_id)
     report = explain(op or kernel.op, *args, **kwargs)
     must_compute(kernel, report.op)
     candidate = report.decision.candidate(kernel_id)

@@ -12,15 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from layerzero.dispatch.bind import Bound
 from layerzero.model.context import Context
 from layerzero.telemetry.report import SelectionReport
-
-if TYPE_CHECKING:
-    from layerzero.dispatch.bind import Bound
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -14,11 +14,9 @@ from layerzero.dispatch.hot import generic_key
 from layerzero.dispatch.run import bypass, current_world, describe, ready, recover
 from layerzero.env import read_one
 from layerzero.errors import InvalidInputError, PlanMismatchError
+from layerzero.model.decision import Decision
 from layerzero.model.describe import parse_window
 from layerzero.model.op import Op
-
-if TYPE_CHECKING:
-    from layerzero.model.decision import Decision
 
 
 class Plan(Protocol):
@@ -219,12 +217,7 @@ def _checked(planned: Callable[..., Any], call: _Call) -> Any:
         values, given_layout, _ = _complete(public, options, args, kwargs)
         found = generic_key(public.op_id, values, given_layout, backend)
         if found != wanted or not modes.plain(modes.tensors_of(values)):
-            raise PlanMismatchError(
-                f"plan for {public.op_id}",
-                code="PLAN_ARGUMENTS_CHANGED",
-                value=_words(found),
-                limit=_words(wanted),
-            )
+            raise PlanMismatchError(f"plan for {public.op_id}", value=_words(found), limit=_words(wanted))
         return planned(*args, **kwargs)
 
     return checked

@@ -11,7 +11,7 @@ from layerzero.model.device import canonical_cpu_feature
 from layerzero.model.enums import Layout, Platform
 from layerzero.model.kernel import KernelSpec, Limit
 from layerzero.registry.fields import FLAG_FEATURES
-from layerzero.registry.kinds import body, fail
+from layerzero.registry.kinds import fail
 
 # Fields that mean the same in the file and in KernelSpec; those of the second group are empty when left out.
 _SAME = (
@@ -43,12 +43,8 @@ def kernel_spec(
         text = "missing; neither the kernel nor the file names platforms"
         raise fail(f"{where}.platforms", text, code="SCHEMA_FIELD_MISSING", value="platforms")
     if entry["min_sm"] is not None and entry["max_sm"] is not None and entry["min_sm"] > entry["max_sm"]:
-        raise fail(
-            f"{where}.min_sm",
-            f"{entry['min_sm']} exceeds max_sm {entry['max_sm']}",
-            value=entry["min_sm"],
-            limit=entry["max_sm"],
-        )
+        text = f"{entry['min_sm']} exceeds max_sm {entry['max_sm']}"
+        raise fail(f"{where}.min_sm", text, value=entry["min_sm"], limit=entry["max_sm"])
     paged = entry["paged"] if isinstance(entry["paged"], dict) else {}
     limits = tuple(_limits(entry, paged, where).items())
     # Only what the entry says; a kernel has a tenth of all fields, and a first call builds hundreds of kernels.
@@ -86,7 +82,7 @@ def kernel_spec(
         cause = error.reasons[0]
         name = "kernel_id" if error.code == "KERNEL_ID_INVALID" else str(cause.value).replace("grid_layout", "grid")
         key = f"{where}.{name}" if name in entry else where
-        text = body(error).replace("grid_layout", "grid")
+        text = error.body.replace("grid_layout", "grid")
         raise fail(key, text, code=error.code, value=cause.value, limit=cause.limit) from None
 
 
@@ -112,7 +108,7 @@ def _limits(entry: Mapping[str, Any], paged: Mapping[str, Any], where: str) -> d
             found[name] = Limit(**bounds)
         except ConfigurationError as error:
             raise fail(
-                f"{where}.{key}", body(error), value=error.reasons[0].value, limit=error.reasons[0].limit
+                f"{where}.{key}", error.body, value=error.reasons[0].value, limit=error.reasons[0].limit
             ) from None
 
     if entry["head_dim"] is not None:

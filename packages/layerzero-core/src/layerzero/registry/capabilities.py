@@ -18,7 +18,7 @@ from layerzero.model.enums import Platform
 from layerzero.model.kernel import KernelSpec
 from layerzero.registry.build import kernel_spec
 from layerzero.registry.fields import DEFAULT_API, DOCUMENT, SCHEMA_VERSION
-from layerzero.registry.kinds import body, fail
+from layerzero.registry.kinds import fail
 from layerzero.registry.reading import check_depth, decoded, digest, read
 
 _MAX_RECENT = 64
@@ -77,11 +77,7 @@ def _from_0_9(document: dict[str, Any]) -> dict[str, Any]:
         ops: dict[str, list[Any]] = {}
         for index, entry in enumerate(flat):
             if not isinstance(entry, dict) or not isinstance(entry.get("op"), str):
-                raise fail(
-                    f"kernels[{index}].op",
-                    "missing; each kernel of the 0.9 draft names its op",
-                    code="SCHEMA_FIELD_MISSING",
-                )
+                raise fail(f"kernels[{index}].op", "missing in a kernel of the 0.9 draft", code="SCHEMA_FIELD_MISSING")
             moved = dict(entry)
             op = moved.pop("op")
             if "id" in moved:
@@ -103,12 +99,7 @@ def migrate(document: Mapping[str, Any]) -> dict[str, Any]:
     """The document in the current schema version. A version nobody knows is refused."""
     current = dict(document)
     if "schema_version" not in current:
-        raise fail(
-            "schema_version",
-            "missing; it says how to read the rest",
-            code="SCHEMA_FIELD_MISSING",
-            value="schema_version",
-        )
+        raise fail("schema_version", "missing; it says how to read the rest", code="SCHEMA_FIELD_MISSING")
     known = (*MIGRATIONS, SCHEMA_VERSION)
     for _ in known:
         version = current["schema_version"]
@@ -160,7 +151,7 @@ def load_capabilities(
         if not where:
             raise
         raise CapabilitiesError(
-            f"{Path(where).name}: {body(error)}", key=error.key, code=error.code, reasons=error.reasons, hint=error.hint
+            f"{Path(where).name}: {error.body}", key=error.key, code=error.code, reasons=error.reasons, hint=error.hint
         ) from None
 
 
@@ -206,7 +197,7 @@ def _build(
         generations = DEFAULT_GENERATIONS.override(given) if given else DEFAULT_GENERATIONS
     except CapabilitiesError as error:
         key = (error.key or "").replace("generations", "generation_map", 1)
-        raise fail(key, body(error).split(": ", 1)[-1], code=error.code, value=error.reasons[0].value) from None
+        raise fail(key, error.body.split(": ", 1)[-1], code=error.code, value=error.reasons[0].value) from None
     return Capabilities(
         backend=backend,
         kernels=tuple(kernels),

@@ -109,11 +109,8 @@ class KernelRegistry:
         backends = dict(self.backends)
         if backend is not None:
             if backend.name in backends:
-                raise PluginError(
-                    code="PLUGIN_DUPLICATE",
-                    value=backend.name,
-                    limit=backends[backend.name].dist or "an earlier plugin",
-                )
+                owner = backends[backend.name].dist or "an earlier plugin"
+                raise PluginError(code="PLUGIN_DUPLICATE", value=backend.name, limit=owner)
             backends[backend.name] = backend
         described = backend is not None and bool(backend.capabilities_hash)
         loose = self.loose if described else self.loose | {spec.kernel_id for spec in new}

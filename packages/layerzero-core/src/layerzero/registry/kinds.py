@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
 
 from layerzero import errors
-from layerzero.errors import CapabilitiesError, LayerZeroError
+from layerzero.errors import CapabilitiesError
 from layerzero.model.formula import Formula
 from layerzero.reasons import ReasonCode
 
@@ -63,11 +63,6 @@ def fail(
         shown = shown[:77] + "..."
     key = spelled(where)
     return CapabilitiesError(f"{key}: {message}", key=key, code=ReasonCode(code), value=shown, limit=limit, hint=hint)
-
-
-def body(error: LayerZeroError) -> str:
-    """The message of one of our errors without its code and hint, to be said again at another place."""
-    return str(error).split(f" [{error.code.value}]")[0]
 
 
 def nearest(word: str, known: Collection[str], cutoff: float = 0.6) -> str | None:
@@ -189,7 +184,7 @@ def _expression(value: Any, where: Where) -> Formula:
     try:
         return _formula(value)
     except CapabilitiesError as error:
-        raise fail(where, body(error), value=value) from None
+        raise fail(where, error.body, value=value) from None
 
 
 EXPRESSION = Kind(

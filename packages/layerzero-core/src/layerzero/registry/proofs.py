@@ -21,7 +21,7 @@ from typing import Any
 from layerzero.errors import CapabilitiesError
 from layerzero.model.proof import KitProof
 from layerzero.registry.containers import Field, Record, list_of, map_of
-from layerzero.registry.kinds import body, choice, fail, text
+from layerzero.registry.kinds import choice, fail, text
 from layerzero.registry.reading import decoded, digest, read
 
 SCHEMA_VERSION = "1.0"
@@ -111,7 +111,7 @@ def load_proofs(path: Path, backend: str, version: str, vendor: str, family: str
         if sealed(written)["hash"] != document["hash"]:
             raise fail("hash", "does not fit the content: the file was changed after it was made", value="hash")
     except CapabilitiesError as error:
-        raise CapabilitiesError(f"{path.name}: {body(error)}", key=error.key, code="PROOF_INVALID") from None
+        raise CapabilitiesError(f"{path.name}: {error.body}", key=error.key, code="PROOF_INVALID") from None
     of = document["sources"]
     here = document["version"] == version if of is None else of == sources(path)
     if (document["backend"], document["vendor"]) != (backend, vendor) or not here:

@@ -17,7 +17,6 @@ from layerzero.json_form import plain
 from layerzero.model.device import DeviceSpec
 from layerzero.model.dispatch_table import DispatchTable, Hardware, PlanEntry
 from layerzero.reasons import ReasonCategory, ReasonCode
-from layerzero.registry.kinds import body
 from layerzero.registry.reading import decoded, digest, read
 
 _MAX_BYTES = 64 << 20
@@ -87,7 +86,7 @@ def _read(name: Path) -> DispatchTable:
         data = decoded(read(name, _MAX_BYTES))
     except CapabilitiesError as error:
         code = error.code if error.code.category is ReasonCategory.CONFIG else ReasonCode.PLAN_FILE_INVALID
-        raise _bad(name, body(error).removeprefix(": "), code) from None
+        raise _bad(name, error.body.removeprefix(": "), code) from None
     return _parsed(name, data)
 
 
@@ -102,7 +101,7 @@ def _parsed(name: Path, data: Any) -> DispatchTable:
     try:
         file = TABLE.parse(data, "")
     except CapabilitiesError as error:
-        raise _bad(name, body(error)) from None
+        raise _bad(name, error.body) from None
     wanted = digest({key: value for key, value in data.items() if key not in ("content_hash", "signature")})
     if file["content_hash"] != wanted:
         raise _bad(name, f"its content hash is {wanted[:12]}, written is {file['content_hash'][:12]}")

@@ -39,12 +39,7 @@ def tree_mask(
         raise invalid("VALUE_INVALID", f"capacity {keys}", needed, "the keys do not fit")
     batch = max(own.shape[0], lengths.shape[0])
     if own.shape[0] not in (1, batch) or lengths.shape[0] not in (1, batch):
-        raise invalid(
-            "BATCH_MISMATCH",
-            f"{own.shape[0]} trees, {lengths.shape[0]} prefixes",
-            "equal numbers, or one",
-            "trees and prefixes do not match",
-        )
+        raise invalid("BATCH_MISMATCH", f"{own.shape[0]} trees, {lengths.shape[0]} prefixes", "equal numbers, or one")
     node = torch.arange(keys) - lengths.reshape(-1, 1, 1)  # of each key; negative in the text
     seen = (node >= 0) & (node < nodes)
     inside = own.expand(batch, -1, -1).gather(2, node.clamp(0, max(nodes - 1, 0)).expand(batch, nodes, -1))

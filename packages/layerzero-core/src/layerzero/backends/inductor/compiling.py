@@ -87,11 +87,8 @@ def _compile(name: str, inputs: Inputs, device: str, path: Path) -> None:
             said = done.stderr.strip()[-600:] or str(done.returncode)
             missing = _MISSING.search(said)
             if missing:  # of the compiler's own parts; the program was not looked at, and may compile tomorrow
-                raise BackendNotAvailableError(
-                    f"inductor cannot compile {name}: {missing[0]}",
-                    code="JIT_TOOLCHAIN_MISSING",
-                    value=f"the module {missing[1]}",
-                )
+                text, gone = f"inductor cannot compile {name}: {missing[0]}", f"the module {missing[1]}"
+                raise BackendNotAvailableError(text, code="JIT_TOOLCHAIN_MISSING", value=gone)
             raise RuntimeError(f"inductor could not compile {name}: {said}")
         os.replace(fresh, path)
     except subprocess.TimeoutExpired:

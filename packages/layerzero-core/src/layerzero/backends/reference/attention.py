@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerzero.backends.reference.precision import compute_dtype, no_autocast
+from layerzero.model.attention import alibi_bias, band
 from layerzero.model.masks import BlockMask, ChunkMask, dense_mask
 
 
@@ -92,33 +93,3 @@ def _weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
     kv_heads = value.shape[1]
     grouped = weights.reshape(batch, kv_heads, _group(heads, kv_heads) * seq_q, seq_k)
     return (grouped @ value).reshape(batch, heads, seq_q, value.shape[-1])
-
-
-def alibi_bias(slopes: Tensor, seq_q: int, seq_k: int) -> Tensor:
-    """-slope * |q_pos - k_pos| with slopes [H] or [B, H]; shape [1 or B, H, Sq, Sk]."""
-    q_pos = torch.arange(seq_q, device=slopes.device).unsqueeze(-1) + (seq_k - seq_q)
-    distance = (q_pos - torch.arange(seq_k, device=slopes.device)).abs()
-    per_head = slopes if slopes.dim() == 2 else slopes.unsqueeze(0)
-    return -per_head[:, :, None, None] * distance
-
-
-def band(
-    is_causal: bool | str, window: tuple[int, int] | None, seq_q: int, seq_k: int, device: torch.device
-) -> Tensor | None:
-    """Which (query, key) pairs the causal triangle and the window let attend, or None when all may."""
-    if not is_causal and (window is None or (window[0] < 0 and window[1] < 0)):
-        return None
-    shift = 0 if is_causal is True else seq_k - seq_q
-    q_pos = torch.arange(seq_q, device=device).unsqueeze(-1) + shift
-    return inside(torch.arange(seq_k, device=device) - q_pos, is_causal, window)
-
-
-def inside(ahead: Tensor, is_causal: bool | str, window: tuple[int, int] | None) -> Tensor:
-    """Where the causal triangle and the window let attend a key that lies this far ahead of the query."""
-    left, right = window if window is not None else (-1, -1)
-    found = ahead <= 0 if is_causal else torch.ones_like(ahead, dtype=torch.bool)
-    if left >= 0:
-        found = found & (ahead >= -left)
-    if right >= 0:
-        found = found & (ahead <= right)
-    return found

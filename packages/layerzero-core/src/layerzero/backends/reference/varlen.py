@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from layerzero.backends.reference.attention import attention, inside
+from layerzero.backends.reference.attention import attention
 from layerzero.backends.reference.precision import compute_dtype
-from layerzero.model.attention import Attended, packed
+from layerzero.model.attention import Attended, inside, packed
 from layerzero.model.grouped import GroupedBatch
 
 Spans = tuple[tuple[int, int], tuple[int, int]]

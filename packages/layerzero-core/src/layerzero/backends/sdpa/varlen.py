@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.backends.reference.attention import alibi_bias, band
 from layerzero.backends.reference.precision import compute_dtype
 from layerzero.backends.reference.varlen import slopes_of
 from layerzero.backends.sdpa.kernels import flash_cpu
-from layerzero.model.attention import packed
+from layerzero.model.attention import alibi_bias, band, packed
 
 
 def each_cpu(
