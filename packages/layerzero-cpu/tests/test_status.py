@@ -12,7 +12,7 @@ from layerzero.plugin.probing import probe
 from layerzero_cpu import plugin
 from layerzero_cpu.plugin import layerzero_capabilities, layerzero_health
 from layerzero_verify.testing import fakes
-from layerzero_verify.testing.vendors import pretend
+from tools.pretended_vendors import pretend
 
 NOTHING = {"zentorch": None, "intel-extension-for-pytorch": None}
 

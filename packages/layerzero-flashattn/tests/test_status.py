@@ -13,7 +13,7 @@ from layerzero.plugin.discovery import dist_version
 from layerzero.plugin.probing import probe
 from layerzero_flashattn.plugin import layerzero_capabilities, layerzero_health
 from layerzero_verify.testing import fakes
-from layerzero_verify.testing.vendors import pretend
+from tools.pretended_vendors import pretend
 
 DEVICE = fakes.gpu(90)
 ALL = ("flash-attn", "flash_attn_3", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels")

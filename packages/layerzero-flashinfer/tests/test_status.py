@@ -11,7 +11,7 @@ from layerzero.plugin.discovery import dist_version
 from layerzero.plugin.probing import probe
 from layerzero_flashinfer.plugin import layerzero_capabilities, layerzero_health
 from layerzero_verify.testing import fakes
-from layerzero_verify.testing.vendors import pretend
+from tools.pretended_vendors import pretend
 
 DEVICE = fakes.gpu(90)
 

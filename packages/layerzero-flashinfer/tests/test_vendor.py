@@ -16,7 +16,7 @@ from layerzero_flashinfer.options import Options, options
 from layerzero_flashinfer.vendor import cache_base, prepare, starts_with
 from layerzero_verify.testing import fakes
 from layerzero_verify.testing.kit import import_string, operation
-from layerzero_verify.testing.vendors import pretend
+from tools.pretended_vendors import pretend
 
 KERNELS = {spec.kernel_id: spec for spec in load_capabilities(plugin.CAPABILITIES).kernels}
 

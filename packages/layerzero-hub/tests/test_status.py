@@ -12,7 +12,7 @@ from layerzero_cli.root import cli
 from layerzero_hub.plugin import DEFAULT_LOCK, layerzero_capabilities, layerzero_health
 from layerzero_hub.policy import HubPolicy
 from layerzero_verify.testing import fakes
-from layerzero_verify.testing.vendors import pretend
+from tools.pretended_vendors import pretend
 
 DEVICE = fakes.cpu()
 

@@ -157,7 +157,7 @@ def test_wrong_calls_are_refused_in_words():
 @pytest.mark.parametrize(("name", "dist"), [("fla", "fla-core"), ("flashinfer_linear", "flashinfer-python")])
 def test_without_its_vendor_a_backend_says_how_to_get_it(name, dist):
     from layerzero.plugin.manager import load_plugins
-    from layerzero_verify.testing.vendors import pretend
+    from tools.pretended_vendors import pretend
 
     with pretend({dist: None}):
         record = load_plugins(env={}).record(name)
@@ -167,7 +167,7 @@ def test_without_its_vendor_a_backend_says_how_to_get_it(name, dist):
 
 def test_the_plugins_keep_the_contract_and_register_without_importing_a_vendor():
     from layerzero_verify.testing.kit import Kit
-    from layerzero_verify.testing.vendors import pretend
+    from tools.pretended_vendors import pretend
 
     vendors = {"fla-core": "0.6.0", "flashinfer-python": "0.6.6"}
     with pretend(vendors, dict.fromkeys(("fla", "flashinfer", "triton"), ImportError("too early"))) as imported:

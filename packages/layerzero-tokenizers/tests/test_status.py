@@ -7,7 +7,7 @@ import pytest
 from layerzero.plugin.probing import probe
 from layerzero_tokenizers.plugin import layerzero_capabilities, layerzero_health
 from layerzero_verify.testing import fakes
-from layerzero_verify.testing.vendors import pretend
+from tools.pretended_vendors import pretend
 
 DEVICE = fakes.cpu()
 ALL = ("tokenizers", "tiktoken", "sentencepiece")

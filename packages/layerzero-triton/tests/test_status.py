@@ -8,7 +8,7 @@ from layerzero.model.enums import Platform
 from layerzero.plugin.probing import probe
 from layerzero_triton.plugin import layerzero_capabilities, layerzero_health
 from layerzero_verify.testing import fakes
-from layerzero_verify.testing.vendors import pretend
+from tools.pretended_vendors import pretend
 
 DEVICE = fakes.gpu(90)
 

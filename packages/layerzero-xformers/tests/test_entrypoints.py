@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 
 from layerzero.plugin.manager import load_plugins
 from layerzero_verify.testing.kit import Kit
-from layerzero_verify.testing.vendors import pretend
+from tools.pretended_vendors import pretend
 
 
 def test_the_installed_metadata_names_the_plugin():

@@ -19,8 +19,8 @@ from layerzero.plugin.probing import probe
 from layerzero.plugin.vendor import presence_in
 from layerzero.registry.capabilities import load_capabilities
 from layerzero_verify.testing import fakes
-from layerzero_verify.testing.vendors import pretend
 from layerzero_xformers.plugin import layerzero_capabilities, layerzero_health
+from tools.pretended_vendors import pretend
 
 ALONE = {"xformers": "0.0.35", "flash-attn": None, "flash-attn-4": None}
 DEVICE = fakes.gpu(90, cuda_version="12.8")

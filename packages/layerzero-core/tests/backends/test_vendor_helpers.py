@@ -9,7 +9,7 @@ import pytest
 from layerzero.model.enums import Platform
 from layerzero.plugin import dist_version, needs_dist, needs_sm, reason, vendor_status
 from layerzero_verify.testing import fakes
-from layerzero_verify.testing.vendors import pretend
+from tools.pretended_vendors import pretend
 
 VENDOR = {"dist": "fakelib", "import": "fakelib.core", "version": ">=2,<3", "extra": "fake"}
 EMPTY = {"schema_version": "1.0", "backend": "fake", "platforms": ["cuda"], "vendor": VENDOR, "ops": {}}

@@ -18,7 +18,7 @@ __all__ = ["CACHE", "TextStream", "TinyTransformer", "Tokenizer", "forget", "gen
 # Loaded at first use: registering the backends needs none of them.
 _LAZY = {
     "CACHE": "cache",
-    "TextStream": "streaming",
+    "TextStream": "pipeline",
     "TinyTransformer": "pipeline",
     "Tokenizer": "handle",
     "forget": "sources",

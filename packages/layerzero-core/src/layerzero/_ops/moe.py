@@ -120,7 +120,7 @@ def _describe_gate(call: Call) -> Context:
         raise invalid("SHAPE_INVALID", str(tuple(logits.shape)), "[T, E >= 1]", "there are no experts")
     _whole(num_groups, "num_groups", 1, experts)
     if experts % num_groups:
-        raise invalid("VALUE_INVALID", f"num_groups={num_groups}", f"a divisor of the {experts} experts")
+        raise invalid("VALUE_INVALID", f"num_groups={num_groups}", f"a divisor of {experts}, the experts")
     _whole(top_groups, "top_groups", 1, num_groups)
     _whole(k, "k", 1, experts // num_groups * top_groups)
     if scoring not in SCORINGS:

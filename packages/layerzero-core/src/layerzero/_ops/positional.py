@@ -99,7 +99,7 @@ def rotary_context(
             raise invalid("SHAPE_INVALID", str(tuple(k.shape)), str(tuple(q.shape)), "q and k disagree")
     batched = cos.ndim == 3
     if tuple(cos.shape) != tuple(sin.shape) or cos.ndim not in (2, 3) or (batched and cos.shape[0] not in (1, batch)):
-        tables = f"cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
+        tables = f"of cos and sin, {tuple(cos.shape)} and {tuple(sin.shape)},"
         raise invalid("SHAPE_INVALID", tables, f"[S, rotary/2] or [{batch} or 1, S, rotary], both alike")
     rotary = cos.shape[-1] * (1 if batched else 2)
     if rotary > dim or rotary % 2 or rotary == 0:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
-import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from layerzero.forking import in_child
 from layerzero.model.artifact import Artifact, words_of
 
 _log = logging.getLogger("layerzero.jit")
@@ -52,8 +52,7 @@ class Queue:
         self._on_late = on_late
         self._count = itertools.count()
         self._start()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._start)
+        in_child(self._start)
         atexit.register(self.close)
 
     def _start(self) -> None:

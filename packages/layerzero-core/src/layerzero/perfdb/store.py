@@ -14,13 +14,12 @@ import os
 import sqlite3
 import threading
 import time
-import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from layerzero.errors import CacheCorruptionError
-from layerzero.files import user_cache
+from layerzero.files import set_aside, user_cache
 from layerzero.perfdb.measurement import Measurement, place_of
 from layerzero.perfdb.schema import COLUMNS, VERSION, as_before, create, from_row, is_ours, migrate, to_row
 from layerzero.reasons import Reason, reason
@@ -230,11 +229,10 @@ class PerfDB:
                 self._local.held = None
                 if held[1] != before:
                     return  # another thread or process has replaced it already
-            kept = self.path.with_name(f"{self.path.name}.corrupt-{uuid.uuid4().hex}")
-            try:
-                os.replace(self.path, kept)
-            except FileNotFoundError:
+            name = set_aside(self.path)
+            if not name:
                 return
+            kept = self.path.with_name(name)
             for tail in ("-journal", "-wal", "-shm"):  # they belong to the damaged file
                 with contextlib.suppress(OSError):
                     os.replace(f"{self.path}{tail}", f"{kept}{tail}")

@@ -49,10 +49,9 @@ from layerzero.model.op import Call, Op, OperationSpec
 from layerzero.model.status import BackendStatus, HealthReport
 from layerzero.plugin.artifacts import artifact_folder
 from layerzero.plugin.discovery import dist_version
-from layerzero.plugin.hooks import backend_hooks
 from layerzero.plugin.registrar import Registrar
 from layerzero.plugin.spec import API_VERSION, ENTRY_POINT_GROUP, hookimpl
-from layerzero.plugin.vendor import needs_dist, needs_sm, vendor_status
+from layerzero.plugin.vendor import backend_hooks, needs_dist, needs_sm, vendor_status
 from layerzero.reasons import Reason, ReasonCode, reason
 from layerzero.registry.capabilities import load_capabilities
 

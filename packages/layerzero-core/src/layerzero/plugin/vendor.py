@@ -20,10 +20,12 @@ from layerzero.errors import one_line
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import BackendSpec, KernelSpec
-from layerzero.model.status import BackendStatus
+from layerzero.model.status import BackendStatus, HealthReport
 from layerzero.plugin.abi import clashes
 from layerzero.plugin.discovery import dist_version, dist_version_on, install_hint, is_known, quoted
 from layerzero.plugin.enclosure import Enclosure
+from layerzero.plugin.registrar import Registrar
+from layerzero.plugin.spec import hookimpl
 from layerzero.plugin.versions import contains
 from layerzero.reasons import Reason, ReasonCategory, reason
 from layerzero.registry.capabilities import Capabilities, Vendor, load_capabilities
@@ -183,3 +185,29 @@ def _behind_pth(module: str) -> tuple[Path, Path] | None:
                 if named and ((place / top).is_dir() or (place / f"{top}.py").is_file()):
                     return pth, place
     return None
+
+
+def backend_hooks(package: str | None, *checks: Check) -> tuple[Callable[..., Any], ...]:
+    """`layerzero_register`, `layerzero_capabilities` and `layerzero_health` of the backend in this package.
+
+    `checks` are those of `vendor_status`; the module `health` of the package has a `self_test`.
+    """
+    capabilities = Path(str(sys.modules[str(package)].__file__)).with_name("capabilities.json")
+
+    @hookimpl
+    def layerzero_register(registrar: Registrar) -> None:
+        """Register the kernels of capabilities.json."""
+        registrar.backend(capabilities)
+
+    @hookimpl
+    def layerzero_capabilities(device: DeviceSpec) -> BackendStatus:
+        """The vendor, what the checks say, and which kernels fit the device."""
+        return vendor_status(capabilities, device, *checks)
+
+    @hookimpl
+    def layerzero_health(backend: str) -> HealthReport:
+        """Known-answer test."""
+        found: HealthReport = importlib.import_module(f"{package}.health").self_test()
+        return found
+
+    return layerzero_register, layerzero_capabilities, layerzero_health

@@ -15,10 +15,11 @@ of them costing anything until it is used:
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,13 +35,6 @@ _log = logging.getLogger("layerzero.torch_ops")
 NAMESPACE = "layerzero"
 
 
-class _Public(Protocol):
-    """What is needed of a public op; the class itself lives on the floor above."""
-
-    @property
-    def function(self) -> Callable[..., Any]: ...
-
-
 class _LazyNamespace(torch._ops._OpNamespace):
     """`torch.ops.layerzero` until an op of it is asked for: registering forty ops takes some 25 ms."""
 
@@ -53,15 +47,17 @@ class _LazyNamespace(torch._ops._OpNamespace):
         return getattr(library.namespace(), name)
 
 
-def install(public: Mapping[str, _Public], *helpers: Callable[..., Any]) -> None:
+def install(public: Mapping[str, Op], *helpers: Callable[..., Any]) -> None:
     """Open the doors for these ops and helper functions. Called once, by `import layerzero`; takes microseconds."""
     functions.fill(public, helpers)
     for name in public:
         opaque_ops[name] = functools.partial(_bridge, name)
     if NAMESPACE not in vars(torch.ops):
         setattr(torch.ops, NAMESPACE, _LazyNamespace(NAMESPACE))
-    after_import("torch._dynamo", _trace)
-    after_import("torch.utils.flop_counter", _count)
+    untraced = "torch.compile cannot trace LayerZero's ops with this torch; they break graphs"
+    uncounted = "torch's FLOP counter knows nothing of LayerZero's ops with this torch"
+    after_import("torch._dynamo", functools.partial(_introduce, "dynamo", untraced))
+    after_import("torch.utils.flop_counter", functools.partial(_introduce, "flops", uncounted))
 
 
 def adopt(op: Op) -> None:
@@ -83,21 +79,9 @@ def _bridge(name: str, args: tuple[Any, ...], layout: str | None, backend: str |
     return declared.bridge(functions.op(name), args, layout, backend)
 
 
-def _count() -> None:
-    # As below: inside somebody else's import.
+def _introduce(module: str, otherwise: str) -> None:
+    # This runs inside somebody else's import, of torch._dynamo for one, which must not fail for our sake.
     try:
-        from layerzero.torch_ops import flops
-
-        flops.register()
+        importlib.import_module(f"layerzero.torch_ops.{module}").register()
     except Exception:
-        _log.warning("torch's FLOP counter knows nothing of LayerZero's ops with this torch", exc_info=True)
-
-
-def _trace() -> None:
-    # This runs inside somebody else's `import torch._dynamo`, which must not fail for our sake.
-    try:
-        from layerzero.torch_ops import dynamo
-
-        dynamo.register()
-    except Exception:
-        _log.warning("torch.compile cannot trace LayerZero's ops with this torch; they break graphs", exc_info=True)
+        _log.warning(otherwise, exc_info=True)
