@@ -220,3 +220,11 @@ def test_a_thread_that_may_not_move_stays(monkeypatch):
     monkeypatch.setattr(os, "sched_setaffinity", refused)
     with quick_core(lambda: 1) as core:
         assert core is None and os.sched_getaffinity(0) == before
+
+
+def test_a_choice_that_loses_to_torch_races_again_once_on_a_gpu_and_twice_where_asked():
+    from layerzero_cli.calls import context
+    from layerzero_tune.trial import _tries
+
+    gpu, cpu = (context("rms_norm", {"shape": (1, 64), "dtype": "float32", "device": d}) for d in ("h200", "cpu"))
+    assert (_tries(gpu, False), _tries(gpu, True), _tries(cpu, False)) == (2, 3, 3)

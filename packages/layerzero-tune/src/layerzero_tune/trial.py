@@ -129,9 +129,8 @@ def trial(
 
     `only` restricts it to some kernels; `seconds` bounds the timing, after every kernel has `least` samples;
     `jit="off"` leaves out kernels that would have to be compiled first. A `patient` trial times a CPU again whose host
-    served others meanwhile. One that is not `thorough` leaves out what `layerzero_tune.ruled_out` rules out, and
-    looks once at those close on a GPU. Kernels that are `late`, not compiled yet, are left out, too; and after
-    `compile_until`, of the monotonic clock, whoever was ruled out and would have to be compiled for a second race.
+    served others meanwhile. One that is not `thorough` leaves out what is ruled out, and looks once at those close on a
+    GPU. Kernels that are `late`, not compiled yet, are left out, too; after `compile_until` those ruled out as well.
     """
     begin = time.monotonic()
     here = state.world if world is None else world
@@ -155,7 +154,7 @@ def trial(
         out = _admitted(bench, only, {} if thorough else ruled_out(ctx, here, measuring))
         before = load()
         while True:
-            for tries in range(_TRIES if patient else 1, 0, -1):
+            for tries in range(_tries(ctx, thorough) if patient else 1, 0, -1):
                 found = _timed(here, bench, spec, ctx, seconds, least, noise, patient)
                 if not found.lost or tries == 1:
                     break
@@ -229,6 +228,11 @@ def _rows(
     if found.torch is not None:
         made.append(torch_row(spec, ctx, found.torch, bench.plain_error, around))
     return [item for item in made if item is not None]
+
+
+def _tries(ctx: Context, thorough: bool) -> int:
+    """A GPU's events do not wait for a busy host: two races tell who loses there, where nobody asked for more."""
+    return _TRIES if thorough or ctx.device.device_type == "cpu" else 2
 
 
 def _made(call: Callable[[], Call], context: Context) -> Call:

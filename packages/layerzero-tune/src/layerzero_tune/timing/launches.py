@@ -64,10 +64,9 @@ def with_launches(
 ) -> dict[str, Times]:
     """The times; of a kernel that is shorter than its launch, that of the launch.
 
-    Launches that are no further than `same` behind the quickest of those that count are the same: a choice that is kept
-    must not hang on what another process would measure the other way round. Among them the device decides, whose times
-    do not depend on the process. Those that are close have so many `looks` more, and those, `together`, that are held
-    against each other: what is in a turn is part of a launch. `each_turn` is called before every turn, untimed.
+    Launches no further than `same` behind the quickest of those that count are the same, and among them the device
+    decides, whose times do not depend on the process. Those that are close have so many `looks` more, and those,
+    `together`, that are held against each other. `each_turn` is called before every turn, untimed.
     """
     short = {name: calls[name] for name, found in times.items() if found.median_us < _LONG_US}
     launches = _launches(short, clock, pacer or host_pace, each_turn)

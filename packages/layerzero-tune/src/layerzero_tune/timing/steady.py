@@ -1,11 +1,8 @@
 """Whether a machine kept its speed while something was measured, told without counters or rights.
 
-A fixed piece of work is timed before and after: the quickest of several tries, since whatever interrupts only adds. A
-core that was clocked down, or shared by then, takes longer for it. Ratios of an interleaved race hold all the same;
-times by themselves do not.
-
-On a shared host some cores are slow for seconds: another guest has the other half of them. Where what the host does
-is part of a time, it is taken on the core that is quickest at the moment.
+A fixed piece of work is timed before and after: the quickest of several tries, since whatever interrupts only adds.
+On a shared host some cores are slow for seconds: where what the host does is part of a time, it is taken on the core
+that is quickest at the moment.
 """
 
 from __future__ import annotations
