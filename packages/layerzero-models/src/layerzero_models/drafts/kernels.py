@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.reference.sampling import draw, draw_uniform, greedy
+from layerzero.backends.reference.sampling import wide as wide_of
 
 
 def sample_speculative(
@@ -36,8 +37,7 @@ def sample_speculative(
     """
     if greedily:
         return _greedy_chain(draft_ids, target_probs)
-    wide = _wide(target_probs)
-    return judge_chain(draft_ids, draft_probs, target_probs, _uniforms(draft_ids, wide, generator))
+    return judge_chain(draft_ids, draft_probs, target_probs, _uniforms(draft_ids, wide_of(target_probs), generator))
 
 
 def sample_tree(
@@ -54,8 +54,7 @@ def sample_tree(
     0 at the root, place i+1 after node i. draft_probs[:, i] is what node i was drawn from, given the siblings before
     it; siblings are judged in the order of their indices.
     """
-    wide = _wide(target_probs)
-    uniform = None if greedily else _uniforms(draft_ids, wide, generator)
+    uniform = None if greedily else _uniforms(draft_ids, wide_of(target_probs), generator)
     return judge_tree(draft_ids, draft_probs, target_probs, parents, uniform)
 
 
@@ -93,7 +92,7 @@ def judge_tree(
     batch, nodes = draft_ids.shape
     vocab = target_probs.shape[-1]
     real, ids = _candidates(draft_ids, vocab)
-    wide = _wide(target_probs) if uniform is None else uniform.dtype
+    wide = wide_of(target_probs) if uniform is None else uniform.dtype
     parents = parents.to(draft_ids.device).expand(batch, nodes)
     rows = torch.arange(batch, device=draft_ids.device)
     tokens = torch.full((batch, nodes + 1), -1, dtype=torch.int64, device=draft_ids.device)
@@ -181,7 +180,3 @@ def _normalised(weights: Tensor) -> Tensor:
 def _uniforms(draft_ids: Tensor, wide: torch.dtype, generator: torch.Generator | None) -> Tensor:
     like = torch.empty((draft_ids.shape[0], 0), dtype=wide, device=draft_ids.device)
     return draw_uniform(like, draft_ids.shape[1] + 1, generator)
-
-
-def _wide(probs: Tensor) -> torch.dtype:
-    return torch.float32 if probs.device.type == "mps" else torch.float64

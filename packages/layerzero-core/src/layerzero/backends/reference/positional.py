@@ -50,9 +50,7 @@ def halves(x: Tensor, tables: Sequence[Tensor], half: int, full: bool) -> Tensor
         cos_one, sin_one, cos_two, sin_two = cos, sin, cos, sin  # tables of half the width serve both halves
         if full:
             (cos_one, cos_two), (sin_one, sin_two) = cos.chunk(2, dim=-1), sin.chunk(2, dim=-1)
-        turned = (
-            torch.addcmul(one * cos_one, two, sin_one, value=-1), torch.addcmul(two * cos_two, one, sin_two),
-        )  # fmt: skip
+        turned = torch.addcmul(one * cos_one, two, sin_one, value=-1), torch.addcmul(two * cos_two, one, sin_two)
         parts = [part.to(x.dtype) for part in turned]
     if 2 * half < x.shape[-1]:
         parts.append(x[..., 2 * half :])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,6 +18,19 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
         if tensor is not None and tensor.dtype is torch.float64:
             return torch.float64
     return torch.float32
+
+
+def number(value: float, like: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
+    """A number on the device of a tensor; on CUDA one that stays there, unless a graph is captured."""
+    if type(like) is Tensor and like.is_cuda and not torch.cuda.is_current_stream_capturing():
+        return _lasting(value, dtype, like.device, shape)
+    return like.new_full(shape, value, dtype=dtype)
+
+
+@lru_cache(maxsize=64)
+def _lasting(value: float, dtype: torch.dtype, device: torch.device, shape: tuple[int, ...]) -> Tensor:
+    """Copied from the host, so that it is there before any stream reads it."""
+    return torch.full(shape, value, dtype=dtype).to(device)
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[object]:

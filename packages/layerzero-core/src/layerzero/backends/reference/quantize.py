@@ -9,14 +9,13 @@ scale of its group, so that it stays visible after dequantization.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerzero.backends.reference.precision import compute_dtype
+from layerzero.backends.reference.precision import compute_dtype, number
 from layerzero.errors import InvalidInputError
 from layerzero.model.enums import QuantFormat
 from layerzero.model.quant import QuantizedTensor, QuantScheme, format_traits
@@ -118,11 +117,9 @@ def scales_of(groups: Tensor, scheme: QuantScheme) -> Scales:
         step = block.to(torch.float32) * tensor_scale
         # A block scale that underflowed to zero stands for zeros, so its codes are zeros too.
         return Scales(block, torch.where(step == 0, torch.inf, step), None, tensor_scale)
-    most = LARGEST[scheme.fmt]
-    largest: float | Tensor = most
+    largest: float | Tensor = LARGEST[scheme.fmt]
     if not peak.is_cpu:  # by a tensor: CUDA multiplies by the inverse of a Python number, whose scales are not a CPU's
-        lasting = type(peak) is Tensor and peak.is_cuda and not torch.cuda.is_current_stream_capturing()
-        largest = _number(most, peak.dtype, peak.device) if lasting else peak.new_full((), most)
+        largest = number(LARGEST[scheme.fmt], peak, peak.dtype)
     scale = _at_least_tiny(peak / largest)
     return Scales(scale, scale)
 
@@ -133,12 +130,6 @@ def group_view(x: Tensor, scales: tuple[int, ...]) -> Tensor:
         return x.reshape(-1)
     groups = scales[-1]
     return x.reshape(*scales, x.shape[-1] // groups if groups else 0)
-
-
-@lru_cache(maxsize=64)
-def _number(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A number that stays on the device: copied from the host, so that it is there before any stream reads it."""
-    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def _at_least_tiny(step: Tensor) -> Tensor:

@@ -154,12 +154,17 @@ def kept(
     values, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     if isinstance(top_k, int) and 0 < top_k < logits.shape[-1]:
         values, ids = values[:, :top_k], ids[:, :top_k]
-    # The wide type is not a luxury: float32 cannot resolve the tail of a large vocabulary. (MPS has no float64.)
-    values = values.to(torch.float32 if logits.device.type == "mps" else torch.float64)
+    # The wide type is not a luxury: float32 cannot resolve the tail of a large vocabulary.
+    values = values.to(wide(logits))
     weights = tempered(values, values[:, :1], temperature)
     keep = filtered(weights, top_k, top_p, min_p)
     room = torch.zeros(logits.shape, dtype=weights.dtype, device=weights.device)
     return room.scatter(1, ids, weights * keep), None
+
+
+def wide(like: Tensor) -> torch.dtype:
+    """float64; MPS has none."""
+    return torch.float32 if like.device.type == "mps" else torch.float64
 
 
 def filtered(weights: Tensor, top_k: int | Tensor | None, top_p: Param | None, min_p: Param | None) -> Tensor:

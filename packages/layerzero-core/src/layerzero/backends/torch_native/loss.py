@@ -64,4 +64,6 @@ def _mean(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     total, count = torch.ops.aten.nll_loss_forward.default(
         torch.log_softmax(logits, dim=-1), labels, None, _SUM, ignore_index
     )
-    return total / count.clamp(min=1.0)  # type: ignore[no-any-return]
+    if total.requires_grad or type(total) is not Tensor:
+        return total / count.clamp(min=1.0)  # type: ignore[no-any-return]
+    return total.div_(count.clamp_(min=1.0))

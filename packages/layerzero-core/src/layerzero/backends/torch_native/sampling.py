@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.reference import sampling as reference
+from layerzero.backends.reference.precision import number
 
 Param = float | Tensor
 
@@ -81,8 +82,9 @@ def _ranked(
     values, ids = logits.sort(dim=-1, descending=True, stable=True)
     if isinstance(top_k, int) and 0 < top_k < logits.shape[-1]:
         values, ids = values[:, :top_k], ids[:, :top_k]
-    wide = values.to(_wide(logits))
-    wide = wide.clamp_(max=torch.finfo(wide.dtype).max)  # tokens at +inf share the whole mass
+    # Widened by the other's dtype, in one launch; tokens at +inf share the whole mass.
+    dtype = reference.wide(logits)
+    wide = torch.minimum(values, number(torch.finfo(dtype).max, logits, dtype, 1))
     hot = None
     if isinstance(temperature, Tensor):
         column = reference.column(temperature, wide)
@@ -96,24 +98,24 @@ def _ranked(
         rank = torch.arange(weights.shape[-1], device=logits.device)
         weights = weights.masked_fill_((rank >= limit) & (limit > 0), 0.0)
     if isinstance(top_p, Tensor) or (top_p is not None and top_p < 1):
-        weights = weights.masked_fill_(_beyond(weights, top_p, isinstance(top_k, Tensor)), 0.0)
+        _leave_out(weights, top_p, isinstance(top_k, Tensor))
     if min_p is not None:
         least = reference.column(min_p, weights).clamp(max=1) if isinstance(min_p, Tensor) else min(min_p, 1.0)
         weights = weights.masked_fill_(weights < weights[:, :1] * least, 0.0)
     return weights, ids, hot
 
 
-def _beyond(weights: Tensor, top_p: Param, cut: bool) -> Tensor:
-    """Which of the ranked weights lie beyond the smallest set that reaches top_p; the likeliest never does.
+def _leave_out(weights: Tensor, top_p: Param, cut: bool) -> None:
+    """Make zeros of what lies beyond the smallest set that reaches top_p, never of the likeliest.
 
-    They add up to 1, unless some were `cut` off.
+    The weights add up to 1, unless some were `cut` off.
     """
     mass, least = weights.cumsum(dim=-1), torch.finfo(weights.dtype).tiny
     share = reference.column(top_p, weights) if isinstance(top_p, Tensor) else top_p
     goal = (share - reference.SLACK) * (mass[:, -1:] if cut else 1.0)
     goal = goal.clamp_(min=least) if isinstance(goal, Tensor) else max(goal, least)
-    found = mass.sub_(weights) >= goal
-    return found & (share < 1) if isinstance(share, Tensor) else found
+    beyond = mass[:, :-1] >= goal
+    weights[:, 1:].masked_fill_(beyond & (share < 1) if isinstance(share, Tensor) else beyond, 0.0)
 
 
 def _kept(
@@ -151,7 +153,7 @@ def _kept(
 
 def _weights(logits: Tensor, temperature: Param) -> Tensor:
     """The reference's weights of every token, [B, V]; the likeliest has 1."""
-    wide = logits.to(_wide(logits), copy=True)
+    wide = logits.to(reference.wide(logits), copy=True)
     top = wide.amax(dim=-1, keepdim=True)
     if logits.device.type != "cpu" or not bool(top.isfinite().all()):
         return reference.tempered(wide, top, temperature)
@@ -212,8 +214,4 @@ def _head(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         ids = ids[:, :count]
     ids = ids.sort(dim=-1).values
     values, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
-    return values.to(_wide(logits)), ids.gather(1, order)
-
-
-def _wide(logits: Tensor) -> torch.dtype:
-    return torch.float32 if logits.device.type == "mps" else torch.float64
+    return values.to(reference.wide(logits)), ids.gather(1, order)
