@@ -7,7 +7,9 @@ the machine does weighs on both alike. Each starts with an empty folder for comp
 behind what vLLM keeps of a model's class, which it finds out in a process of its own. Models are random checkpoints
 of about 100 M parameters (--small: 5 M) whose query and key weights are large enough for attention to be peaked. Greedy
 tokens are compared in float32. Where vLLM has no quick kernel for a dtype (bfloat16 on a CPU without its instructions)
---scale shortens prompts and answers, and --batched-tokens the batch that vLLM starts with.
+--scale shortens prompts and answers, and --batched-tokens the batch that vLLM starts with (one number for each dtype,
+or for all). Where stock vLLM ends at its first request, ours is timed alone, and nothing is compared. The file is
+written after each model.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ COMMON = {"head_dim": 64, "max_position_embeddings": 2048}
 ENGINE = {"max_model_len": 1024, "max_num_seqs": 16, "max_num_batched_tokens": 256, "seed": 0}
 # what is timed: prompts, their tokens, new tokens
 CASES = {"decode B1": (1, 32, 48), "decode B8": (8, 32, 48), "prefill": (8, 400, 1)}
+LEAST, LEAST_FIRST, MEAN = 0.97, 1.15, 1.05  # tokens a second over stock's: a case, bfloat16's decode B1, the mean
+START = 1.15  # seconds of start-up over stock's
 PARTING = 1e-5  # a difference of the two best log-probabilities that either engine may decide its way
 
 
@@ -169,24 +173,61 @@ def partings(stock: dict[str, Any], ours: dict[str, Any]) -> list[float]:
     return found
 
 
+def ended(engine: Engine) -> str | None:
+    """How an engine ended at its first request; None where it answers."""
+    try:
+        engine.generate([[1, 2, 3]], 2)
+    except SystemExit as end:
+        return str(end)
+    return None
+
+
 def measured(
-    pair: tuple[Engine, Engine], rounds: int, vocabulary: int, cases: dict[str, tuple[int, int, int]]
+    stock: Engine | None, ours: Engine, rounds: int, vocabulary: int, cases: dict[str, tuple[int, int, int]]
 ) -> Iterator[dict[str, Any]]:
     """Tokens a second of both by case, in turns; the median of the ratios of neighbours counts."""
     draw = random.Random(1)
+    pair = [ours] if stock is None else [stock, ours]
     for name, (count, length, new) in cases.items():
-        ratios, rates = [], []
+        seconds: dict[Engine, list[float]] = {engine: [] for engine in pair}
         for turn in range(rounds + 1):  # the first one warms up
             prompts = [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
-            order = pair if turn % 2 else pair[::-1]
-            times = {engine: engine.generate(prompts, new)["seconds"] for engine in order}
-            work = count * (length if new == 1 else new)
-            if turn:
-                ratios.append(times[pair[0]] / times[pair[1]])
-                rates.append([work / times[engine] for engine in pair])
-        stock, ours = (round(statistics.median(rate[side] for rate in rates), 1) for side in (0, 1))
-        shape = {"case": name, "prompts": count, "prompt_tokens": length, "new_tokens": new}
-        yield {**shape, "stock_tokens_s": stock, "tokens_s": ours, "times": round(statistics.median(ratios), 3)}
+            for engine in pair if turn % 2 else pair[::-1]:
+                taken = engine.generate(prompts, new)["seconds"]
+                seconds[engine] += [taken] if turn else []
+        work = count * (length if new == 1 else new)
+        row: dict[str, Any] = {"case": name, "prompts": count, "prompt_tokens": length, "new_tokens": new}
+        row["tokens_s"] = round(work / statistics.median(seconds[ours]), 1)
+        if stock is not None:
+            ratios = [one / other for one, other in zip(seconds[stock], seconds[ours], strict=True)]
+            row["stock_tokens_s"] = round(work / statistics.median(seconds[stock]), 1)
+            row["times"] = round(statistics.median(ratios), 3)
+        yield row | {"seconds": [[round(one, 4) for one in found] for found in seconds.values()]}
+
+
+def figures_of(models: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is asked of the models that were measured, and what came out."""
+    found: dict[str, Any] = {}
+    for model in models:
+        name = f"{model['model']} {model['dtype']}"
+        if "parted_beyond" in model:
+            found[f"{name}: prompts whose tokens part"] = {"value": model["parted_beyond"], "at_most": 0}
+        if "stock_ended" in model:
+            continue
+        start = round(model["start_s"] / model["stock_start_s"], 3)
+        found[f"{name}: start-up over stock's"] = {"value": start, "at_most": START}
+        for case in model["cases"]:
+            first = model["dtype"] == "bfloat16" and case["case"] == "decode B1"
+            limit = LEAST_FIRST if first else LEAST
+            found[f"{name}, {case['case']}: over stock"] = {"value": case["times"], "at_least": limit}
+    mean = geometric_mean(models)
+    return found | ({} if mean is None else {"geometric mean": {"value": mean, "at_least": MEAN}})
+
+
+def geometric_mean(models: list[dict[str, Any]]) -> float | None:
+    """Of the ratios of all cases in which stock answers."""
+    times = [case["times"] for model in models for case in model["cases"] if "times" in case]
+    return round(math.exp(statistics.fmean(map(math.log, times))), 3) if times else None
 
 
 def main() -> None:
@@ -207,54 +248,51 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=200, help="whose tokens are compared")
     parser.add_argument("--scale", type=float, default=1.0, help="lengths of timed prompts and answers are cut by this")
     parser.add_argument("--case", nargs="+", choices=CASES, default=tuple(CASES), help="what is timed")
-    parser.add_argument("--batched-tokens", type=int, default=ENGINE["max_num_batched_tokens"])
+    parser.add_argument("--batched-tokens", type=int, nargs="+", default=[ENGINE["max_num_batched_tokens"]])
     parser.add_argument("--json", type=Path, help="where to write, instead of the machine's folder")
     given = parser.parse_args()
     sizes = SMALL if given.small else LARGE
     folder = given.models / ("small" if given.small else "large")
-    options = {"enforce_eager": given.eager, "max_num_batched_tokens": given.batched_tokens}
+    tokens = dict(zip(given.dtype, given.batched_tokens * len(given.dtype), strict=False))
     cases = {
         name: (count, max(round(length * given.scale), 1), max(round(new * given.scale), 2) if new > 1 else 1)
         for name, (count, length, new) in CASES.items()
         if name in given.case
     }
-    found = []
+    command = "python benchmarks/vllm.py " + " ".join(sys.argv[1:])
+    report: dict[str, Any] = {"commit": commit(), "command": command, "machine": machine(), "sizes": sizes}
+    engine = {**ENGINE, "enforce_eager": given.eager, "max_num_batched_tokens": tokens[given.dtype[0]]}
+    report |= {"engine": engine, "models": []}
     for shape, dtype in itertools.product(given.shape, given.dtype):
         model = make_model(shape, folder, sizes)
+        options = {"enforce_eager": given.eager, "max_num_batched_tokens": tokens[dtype]}
         if dtype == given.dtype[0]:
             Engine(model, dtype, "off", {"enforce_eager": True}, {}).close()
         reports = given.models / "reports" / f"{shape}-{dtype}"
-        with engines(model, dtype, options, reports) as pair:
-            row: dict[str, Any] = {"model": shape, "dtype": dtype}
-            row |= {"start_s": round(pair[1].start_s, 1), "stock_start_s": round(pair[0].start_s, 1)}
-            if dtype == "float32":
+        with engines(model, dtype, options, reports) as (stock, ours):
+            row: dict[str, Any] = {"model": shape, "dtype": dtype, "batched_tokens": tokens[dtype]}
+            row |= {"start_s": round(ours.start_s, 1), "stock_start_s": round(stock.start_s, 1)}
+            end = ended(stock)
+            if end is not None:
+                row["stock_ended"] = end
+            elif dtype == "float32":
                 prompts = mixed_prompts(given.prompts, sizes["vocab_size"])
-                stock, ours = (engine.generate(prompts, 16, compare=True) for engine in pair)
-                apart = partings(stock, ours)
-                row |= {
-                    "prompts": len(prompts),
-                    "parted": len(apart),
-                    "parted_beyond": sum(gap >= PARTING for gap in apart),
-                }
-            row["cases"] = list(measured(pair, given.rounds, sizes["vocab_size"], cases))
+                apart = partings(*(engine.generate(prompts, 16, compare=True) for engine in (stock, ours)))
+                beyond = sum(gap >= PARTING for gap in apart)
+                row |= {"prompts": len(prompts), "parted": len(apart), "parted_beyond": beyond}
+            alive = None if end else stock
+            row["cases"] = list(measured(alive, ours, given.rounds, sizes["vocab_size"], cases))
         newest = max(reports.glob("worker-*.json"), key=lambda file: file.stat().st_mtime)
         told = json.loads(newest.read_text(encoding="utf-8"))
         row["chosen"] = [
             {key: one[key] for key in ("kind", "phase", "winner", "kernel", "reason")}
             for one in (*told["choices"], *told["linears"])
         ]
-        found.append(row)
+        report["models"].append(row)
         print(json.dumps({key: row[key] for key in row if key != "chosen"}), flush=True)
-    times = [case["times"] for row in found for case in row["cases"]]
-    command = "python benchmarks/vllm.py " + " ".join(sys.argv[1:])
-    report = {"commit": commit(), "command": command, "machine": machine(), "versions": told["versions"]}
-    report |= {
-        "sizes": sizes,
-        "engine": {**ENGINE, **options},
-        "geometric_mean": round(math.exp(statistics.fmean(map(math.log, times))), 3),
-        "models": found,
-    }
-    write_json(given.json or RESULTS / given.machine / "vllm.json", report)
+        report |= {"versions": told["versions"], "geometric_mean": geometric_mean(report["models"])}
+        report["figures"] = figures_of(report["models"])
+        write_json(given.json or RESULTS / given.machine / "vllm.json", report)
 
 
 if __name__ == "__main__":

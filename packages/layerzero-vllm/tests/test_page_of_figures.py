@@ -44,3 +44,55 @@ def test_a_kept_run_becomes_a_table_with_start_up_and_tokens_once_a_model():
         f"{shape}  |  |  |",
     ]
     assert "1.25 in geometric mean; of 4 choices 2 are ours" in said and "compiled" in said
+    case = {**CASE, "tokens_s": 21.0}
+    alone = {**MODEL, "dtype": "bfloat16", "batched_tokens": 16, "stock_ended": "the engine ended with -4"}
+    said = module.vllm_section("here", {**DATA, "models": [MODEL, {**alone, "cases": [case]}]})
+    assert "| llama bfloat16 | decode B1, 1 × 32 + 48 | 21.0 | the engine ended with -4 |  |" in said
+    assert "steps of at most 256 tokens (bfloat16: 16); two" in said
+
+
+def script():
+    spec = importlib.util.spec_from_file_location("benchmarks_vllm", ROOT / "benchmarks" / "vllm.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Paced:
+    """An engine that takes a given time for a prompt, or has ended."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+
+    def generate(self, prompts, new):
+        if self.seconds is None:
+            raise SystemExit("the engine ended with -4")
+        return {"seconds": self.seconds * len(prompts)}
+
+
+def test_engines_in_turns_give_the_median_of_their_ratios_and_ours_alone_gives_no_ratio():
+    bench, cases = script(), {"decode B8": (8, 32, 48)}
+    (row,) = bench.measured(Paced(0.25), Paced(0.125), 3, 100, cases)
+    assert (row["stock_tokens_s"], row["tokens_s"], row["times"]) == (192.0, 384.0, 2.0)
+    assert row["seconds"] == [[2.0] * 3, [1.0] * 3]  # every round is kept
+    assert bench.ended(Paced(0.1)) is None
+    assert bench.ended(Paced(None)) == "the engine ended with -4"
+    (row,) = bench.measured(None, Paced(0.125), 3, 100, cases)
+    assert row["tokens_s"] == 384.0 and "times" not in row and "stock_tokens_s" not in row
+
+
+def test_figures_of_a_cpu_have_the_limits_and_leave_out_what_could_not_be_compared():
+    bench = script()
+    ended = {"model": "llama", "dtype": "bfloat16", "stock_ended": "the engine ended with -4"}
+    quick = {**MODEL, "model": "qwen3", "dtype": "bfloat16", "start_s": 9.0, "cases": MODEL["cases"]}
+    del quick["parted_beyond"]
+    found = bench.figures_of([MODEL, {**ended, "cases": [{**CASE, "tokens_s": 21.0}]}, quick])
+    assert found == {
+        "llama float32: prompts whose tokens part": {"value": 0, "at_most": 0},
+        "llama float32: start-up over stock's": {"value": 1.072, "at_most": 1.15},
+        "llama float32, decode B1: over stock": {"value": 1.25, "at_least": 0.97},
+        "qwen3 bfloat16: start-up over stock's": {"value": 1.2, "at_most": 1.15},
+        "qwen3 bfloat16, decode B1: over stock": {"value": 1.25, "at_least": 1.15},
+        "geometric mean": {"value": 1.25, "at_least": 1.05},
+    }

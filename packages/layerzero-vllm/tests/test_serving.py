@@ -120,6 +120,61 @@ def test_without_the_variable_vllm_is_untouched(python):
     subprocess.run([str(python), "-P", "-c", textwrap.dedent(code)], check=True, env=env)
 
 
+CHOICES = """
+import json, sys
+from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.v1.attention.backends.registry import AttentionBackendEnum as backends
+options = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 16, "max_num_batched_tokens": 256, "seed": 0}
+engine = LLM(model=sys.argv[1], dtype="float32", skip_tokenizer_init=True, **options)
+config = engine.llm_engine.vllm_config
+def name(thing):
+    return f"{thing.__module__}.{thing.__qualname__}"
+def modules(model):
+    named = model.named_modules()
+    return [[at, name(type(one)), name(one.cpu_linear) if hasattr(one, "cpu_linear") else ""] for at, one in named]
+attention = config.compilation_config.static_forward_context.items()
+sampling = SamplingParams(temperature=0, detokenize=False, ignore_eos=True, max_tokens=8, logprobs=2)
+prompts = [TokensPrompt(prompt_token_ids=list(range(first, first + 40))) for first in range(1, 9)]
+found = [one.outputs[0] for one in engine.generate(prompts, sampling, use_tqdm=False)]
+print(json.dumps({
+    "backends": {one.name: [one.is_overridden(), one.value] for one in backends},
+    "attention": [[at, name(type(one.impl)), name(one.attn_backend)] for at, one in attention],
+    "modules": engine.apply_model(modules),
+    "config": config.compute_hash(),
+    "tokens": [list(one.token_ids) for one in found],
+    "log-probabilities": [[item.logprob for step in one.logprobs for item in step.values()] for one in found],
+}, indent=1), file=open(sys.argv[2], "w"))
+"""
+
+
+def test_with_the_variable_unset_or_the_wheel_removed_every_choice_of_vllm_is_the_same(python, model, tmp_path):
+    where = str(model("llama"))
+    env = {name: value for name, value in os.environ.items() if name != "LAYERZERO_VLLM"}
+    env |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    words = [str(python), "-P", "-c", CHOICES, where]
+    subprocess.run([*words, str(tmp_path / "unset")], check=True, env=env)
+    site = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    folder = Path(subprocess.run([str(python), "-c", site], check=True, capture_output=True, text=True).stdout.strip())
+    parts = [*folder.glob("layerzero_vllm*"), *folder.glob("*editable*layerzero_vllm*")]
+    assert parts
+    aside = folder.parent / "without-layerzero-vllm"
+    aside.mkdir()
+    try:
+        for part in parts:
+            part.rename(aside / part.name)
+        gone = [str(python), "-P", "-c", "import layerzero_vllm"]
+        assert subprocess.run(gone, capture_output=True).returncode == 1
+        subprocess.run([*words, str(tmp_path / "removed")], check=True, env=env)
+    finally:
+        for part in aside.iterdir():
+            part.rename(folder / part.name)
+        aside.rmdir()
+    unset = (tmp_path / "unset").read_bytes()
+    assert unset == (tmp_path / "removed").read_bytes()
+    told = json.loads(unset)
+    assert told["attention"] and not any("layerzero" in word for row in told["modules"] for word in row)
+
+
 def broken_after(folder: Path, calls: int) -> str:
     """A distribution whose plugin for vLLM makes our paged attention raise after some calls; its path."""
     (folder / "breaks.py").write_text(
