@@ -242,7 +242,6 @@ def prune_command(policy: HubPolicy, dry_run: bool) -> Answer:
 @click.option("--lift", "digest", metavar="DIGEST", help="take this digest out of quarantine")
 def quarantine_command(policy: HubPolicy, digest: str | None) -> Answer:
     """Show the builds that did harm when loaded on this machine, or lift one after looking into it."""
-
     store = Store(policy.store_path)
     if digest is not None and not store.lift(digest):
         raise refuse("HUB_NOT_LOCKED", digest, detail="it is not in quarantine")
@@ -261,7 +260,6 @@ def _wanted(text: str) -> tuple[str, int]:
 
 
 def _expiry(text: str) -> str:
-
     if text == "never":
         return ""
     if not text.isascii() or not text.isdigit() or not 0 < int(text[:9]) <= 36500:
@@ -279,7 +277,6 @@ def _password(path: Path | None) -> str | None:
 
 
 def _changed(old: Lock | None, new: Lock, name: str) -> tuple[tuple[Change, ...], list[Block]]:
-
     found = changes(old, new)
     if not found:
         return found, [Line(f"nothing changed since {name}", "dim")]

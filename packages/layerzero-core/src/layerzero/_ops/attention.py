@@ -283,25 +283,9 @@ def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
 
 def _describe(call: Call) -> Context:
     args = ATTENTION.lengthen(call.args)
-    query, key, value, mask, dropout_p, is_causal, scale, window, softcap, slopes, return_lse, sinks = args
-    ctx = attention_context(
-        query,
-        key,
-        value,
-        layout=call.layout,
-        attn_mask=mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        alibi_slopes=slopes,
-        sinks=sinks,
-        return_lse=return_lse,
-        backend=call.backend,
-        device=call.device,
-        requires_grad=call.needs_grad,
-    )
+    query, key, value, mask, dropout_p, *_ = args
+    named: dict[str, Any] = dict(zip(ATTENTION.arguments, args, strict=True)) | {"layout": call.layout}
+    ctx = attention_context(**named, backend=call.backend, device=call.device, requires_grad=call.needs_grad)
     if call.device.platform is Platform.CUDA and query.is_cuda:
         return replace(ctx, vetoed=_vetoed(query, key, value, mask, dropout_p, ctx))
     return ctx

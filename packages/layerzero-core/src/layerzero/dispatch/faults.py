@@ -23,7 +23,7 @@ from layerzero.reasons import Reason, reason
 from layerzero.runtime.crashes import child_crashed, first_run, put
 from layerzero.runtime.pressure import pressure
 from layerzero.runtime.state import state
-from layerzero.selection.memory import device_name, estimate, free_on, leaner
+from layerzero.selection.memory import device_label, device_name, estimate, free_on, leaner
 from layerzero.selection.world import World
 
 _OOM_TRIES = 3
@@ -61,11 +61,6 @@ class Running:
         finally:
             if self._markers is not None:
                 self._markers.leave(self._slot)
-
-
-def device_label(kind: str, index: int | None) -> str:
-    """cpu, cuda:0."""
-    return kind if kind == "cpu" else f"{kind}:{index or 0}"
 
 
 def check_device(tensors: list[Tensor]) -> None:

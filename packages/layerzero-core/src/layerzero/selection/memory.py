@@ -39,10 +39,14 @@ def estimate(kernel: KernelSpec, ctx: Context, transforms: Iterable[Transform] =
     return Estimate(kernel.workspace_bytes(ctx), copies, kernel.workspace is not None)
 
 
+def device_label(kind: str, index: int | None) -> str:
+    """cpu, cuda:0."""
+    return kind if kind == "cpu" else f"{kind}:{index or 0}"
+
+
 def device_name(ctx: Context) -> str:
-    """The device of a call as free memory is kept by: cpu, cuda:0."""
-    kind = ctx.device.device_type
-    return kind if kind == "cpu" else f"{kind}:{ctx.device.index}"
+    """The device of a call as free memory is kept by."""
+    return device_label(ctx.device.device_type, ctx.device.index)
 
 
 def free_on(ctx: Context, world: World) -> int | None:

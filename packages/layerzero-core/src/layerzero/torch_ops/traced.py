@@ -5,15 +5,7 @@ written into the graph, where the compiler fuses across it, and stays as long as
 any other is an opaque op, one node of the graph, whose kernel is selected when the graph runs. Where a gradient is
 needed, the best kernel that is plain torch is written out, for AOTAutograd to differentiate. Under torch.export it is
 always the opaque op (it has a gradient of its own), and so is a foreign kernel that the caller names by `backend`.
-
-Inside a compiled region
-* `lz.plan`, `lz.explain`, `lz.configure` and all else that is no op break the graph and run as ever; with
-  `fullgraph=True` that is an error. So does sampling with a generator.
-* a `PagedBatch` may come in from outside or be made inside by `lz.paged_batch(…, host_lens=…)`; without `host_lens`
-  making it reads lengths from a tensor, which breaks the graph. `lz.paged_attention(q, k, v, block_tables,
-  context_lens)` does not: it plans when the graph runs.
-* a `GroupedBatch` may come in from outside; `lz.grouped_batch` itself breaks a graph. `lz.grouped_attention(q, k, v,
-  cu_seqlens_q, cu_seqlens_k, kv_lens)` does so only where a gradient is needed.
+What breaks a graph is in docs/compile.md.
 """
 
 from __future__ import annotations

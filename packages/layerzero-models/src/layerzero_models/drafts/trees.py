@@ -90,12 +90,8 @@ def checked_parents(parents: object, shape: tuple[int, int] | None = None) -> Te
     if wrong.any():
         where = wrong.nonzero()[0]
         node = int(where[-1])
-        raise invalid(
-            "VALUE_INVALID",
-            int(tree[tuple(where)]),
-            f"-1, or a node before {node}",
-            f"node {node} has the parent {int(tree[tuple(where)])}",
-        )
+        parent = int(tree[tuple(where)])
+        raise invalid("VALUE_INVALID", f"the parent {parent} of node {node}", f"-1, or a node before {node}")
     return tree
 
 
