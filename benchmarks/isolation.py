@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from timing import RESULTS, commit, interleaved, machine, write_json
 
-from layerzero.isolation.settings import Settings
+from layerzero.isolation.process import Settings
 from layerzero.isolation.wire import IsolationFault
 from layerzero.isolation.worker import Worker
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.isolation.settings import Settings
+from layerzero.isolation.process import Settings
 from layerzero.isolation.wire import IsolationFault
 from layerzero.isolation.worker import Worker
 from layerzero.numerics import assert_close, tolerance

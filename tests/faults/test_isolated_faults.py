@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 
 import layerzero as lz
+from layerzero.isolation.process import Settings
 from layerzero.isolation.proxy import close_all, workers
-from layerzero.isolation.settings import Settings
 from layerzero.isolation.worker import Worker
 from layerzero.runtime.state import state
 

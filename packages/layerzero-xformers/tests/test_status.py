@@ -12,7 +12,7 @@ import torch
 import layerzero as lz
 import layerzero_xformers
 from layerzero.model.config import FrozenMap
-from layerzero.plugin import abi
+from layerzero.plugin import vendor as abi
 from layerzero.plugin.enclosure import Enclosure
 from layerzero.plugin.manager import load_plugins
 from layerzero.plugin.probing import probe

@@ -11,8 +11,7 @@ import torch
 import layerzero as lz
 from layerzero.errors import CudaGraphUnsafeError, InvalidInputError, UnknownNameError
 from layerzero.graphs.capture import Inputs
-from layerzero.graphs.rehearsal import Watch, rehearsal
-from layerzero.graphs.report import CaptureReport
+from layerzero.graphs.rehearsal import CaptureReport, Watch, rehearsal
 from layerzero.model.enums import Platform
 from layerzero.reasons import reason
 from layerzero.runtime.state import state

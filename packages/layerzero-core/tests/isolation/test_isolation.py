@@ -19,9 +19,8 @@ import torch.nn.functional as F
 
 import layerzero as lz
 from layerzero.errors import KernelExecutionError
-from layerzero.isolation.process import uncollected
+from layerzero.isolation.process import Settings, uncollected
 from layerzero.isolation.proxy import close_all, workers
-from layerzero.isolation.settings import Settings
 from layerzero.isolation.wire import ChildError, IsolationFault
 from layerzero.isolation.worker import Worker, delay_s
 from layerzero.runtime.state import state
@@ -259,7 +258,7 @@ def test_a_child_does_not_outlive_its_parent(folders: tuple[Path, Path]) -> None
     code = (
         "import sys, os, threading, time\n"
         "from layerzero.isolation.worker import Worker\n"
-        "from layerzero.isolation.settings import Settings\n"
+        "from layerzero.isolation.process import Settings\n"
         f"w = Worker(Settings('toy', path=({str(folders[1])!r},)))\n"
         "w.ping(); print(w.pid, flush=True)\n"
         "threading.Thread(target=lambda: w.call('toyvendor:sleeps', (120,), {}), daemon=True).start()\n"

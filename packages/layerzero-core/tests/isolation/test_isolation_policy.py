@@ -13,7 +13,7 @@ import pytest
 
 from layerzero import env
 from layerzero.errors import CapabilitiesError, PolicyValidationError
-from layerzero.isolation.settings import Settings
+from layerzero.isolation.process import Settings
 from layerzero.model.config import FrozenMap, Policy
 from layerzero.model.enums import Platform
 from layerzero.model.kernel import BackendSpec, KernelSpec

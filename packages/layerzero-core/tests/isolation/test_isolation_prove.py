@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero.isolation.process import uncollected
-from layerzero.isolation.settings import Settings
+from layerzero.isolation.process import Settings, uncollected
 from layerzero.isolation.wire import IsolationFault
 from layerzero.isolation.worker import Worker
 

@@ -17,8 +17,7 @@ from torch.utils import _pytree as pytree
 
 from layerzero.dispatch.run import current_world
 from layerzero.errors import CudaGraphUnsafeError, from_outside, one_line
-from layerzero.graphs.rehearsal import Seen, Watch, rehearsal
-from layerzero.graphs.report import CaptureReport
+from layerzero.graphs.rehearsal import CaptureReport, Seen, Watch, rehearsal
 from layerzero.graphs.streams import capture_on, initialise, new_stream, reserved
 from layerzero.reasons import Reason, ReasonCode, reason
 

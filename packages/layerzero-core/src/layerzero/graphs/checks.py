@@ -14,8 +14,7 @@ from layerzero._ops.signature import PUBLIC, public_op
 from layerzero.dispatch.run import current_world, decide, describe
 from layerzero.errors import InvalidInputError, LayerZeroError
 from layerzero.graphs.capture import GraphedCall, Settings, capture
-from layerzero.graphs.rehearsal import Watch, rehearsal
-from layerzero.graphs.report import CaptureReport
+from layerzero.graphs.rehearsal import CaptureReport, Watch, rehearsal
 from layerzero.model.context import Context
 from layerzero.numerics.compare import compare
 from layerzero.numerics.tolerances import dtype_name, tolerance

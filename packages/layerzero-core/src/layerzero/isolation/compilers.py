@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from layerzero.forking import in_child
-from layerzero.isolation.settings import Settings
+from layerzero.isolation.process import Settings
 from layerzero.isolation.values import Placed, pack, span, tensors_in, unpack
 from layerzero.isolation.wire import fault
 from layerzero.isolation.worker import Worker

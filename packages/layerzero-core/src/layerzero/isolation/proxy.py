@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layerzero.errors import BackendNotAvailableError
 from layerzero.forking import fresh_lock, in_child
-from layerzero.isolation.settings import Settings
+from layerzero.isolation.process import Settings
 from layerzero.isolation.wire import ChildError, IsolationFault
 from layerzero.isolation.worker import Worker
 from layerzero.model.kernel import KernelSpec

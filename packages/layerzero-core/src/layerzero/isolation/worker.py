@@ -19,8 +19,7 @@ from layerzero.errors import from_outside
 from layerzero.health.sticky import sticky
 from layerzero.isolation.channel import Channel
 from layerzero.isolation.memory import Memory, home
-from layerzero.isolation.process import Process
-from layerzero.isolation.settings import Settings
+from layerzero.isolation.process import Process, Settings
 from layerzero.isolation.values import Malformed, Unsendable, pack, tensors_in, unpack
 from layerzero.isolation.wire import ChildError, ChildOutOfMemory, Frame, IsolationFault, Kind, WireError, fault
 from layerzero.reasons import reason

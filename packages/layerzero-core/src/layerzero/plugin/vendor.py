@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -16,19 +17,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import importlib_metadata
+
 from layerzero.errors import one_line
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import BackendSpec, KernelSpec
 from layerzero.model.status import BackendStatus, HealthReport
-from layerzero.plugin.abi import clashes
 from layerzero.plugin.discovery import dist_version, dist_version_on, install_hint, is_known, quoted
-from layerzero.plugin.enclosure import Enclosure
+from layerzero.plugin.enclosure import Enclosure, inside, is_hidden
 from layerzero.plugin.registrar import Registrar
 from layerzero.plugin.spec import hookimpl
 from layerzero.plugin.versions import contains
-from layerzero.reasons import Reason, ReasonCategory, reason
-from layerzero.registry.capabilities import Capabilities, Vendor, load_capabilities
+from layerzero.reasons import Reason, ReasonCategory, ReasonCode, reason
+from layerzero.registry.capabilities import Capabilities, Conflict, Vendor, load_capabilities
 
 # What a backend asks of the device and the installed packages beyond its descriptor: every reason against it.
 Check = Callable[[DeviceSpec], Iterable[Reason]]
@@ -211,3 +213,61 @@ def backend_hooks(package: str | None, *checks: Check) -> tuple[Callable[..., An
         return found
 
     return layerzero_register, layerzero_capabilities, layerzero_health
+
+
+_MAX_BYTES = 1 << 16
+
+# What cannot share a process (vendors built for another CUDA, packages that take each other's names) is decided from
+# metadata and small files, without importing anything; inside an enclosure none of it applies: there the import tells.
+# Reasons that a process of its own would lift.
+CLASHES = frozenset({ReasonCode.BACKEND_CONFLICT, ReasonCode.CUDA_VERSION_MISMATCH, ReasonCode.BACKEND_IMPORT_FAILED})
+
+
+def clashes(capabilities: Capabilities) -> tuple[Reason, ...]:
+    """Every reason why an installed vendor must not be imported into this process."""
+    found = [_conflict(item, capabilities.backend) for item in capabilities.conflicts]
+    if capabilities.vendor is not None and not inside():
+        found.append(_cuda(capabilities.vendor, capabilities.backend))
+    return tuple(item for item in found if item is not None)
+
+
+def _isolate(backend: str) -> str:
+    return f"set LAYERZERO_ISOLATION=auto, or isolation: {{{backend}: subprocess}} in the policy"
+
+
+def _conflict(item: Conflict, backend: str) -> Reason | None:
+    version = dist_version(item.dist)
+    if version is None or is_hidden(item.module) or (item.unless is not None and dist_version(item.unless)):
+        return None
+    why = reason("BACKEND_CONFLICT", f"{item.dist} {version}", detail=item.why)
+    return replace(why, hint=f"{_isolate(backend)}; or pip uninstall --yes {item.dist}")
+
+
+def _cuda(vendor: Vendor, backend: str) -> Reason | None:
+    """One CUDA in one process: a vendor built for another major version is kept out of it."""
+    import torch
+
+    here = torch.version.cuda
+    built = None if vendor.build_file is None or here is None else _built_for(vendor)
+    if built is None or here is None or built.partition(".")[0] == here.partition(".")[0]:
+        return None
+    detail = f"{vendor.dist} {dist_version(vendor.dist)} was built for CUDA {built}, this process has {here}"
+    why = reason("CUDA_VERSION_MISMATCH", here, built, detail=detail)
+    where = f"with the CUDA {built.partition('.')[0]} runtime on its LD_LIBRARY_PATH"
+    return replace(why, hint=f"{_isolate(backend)}, {where}; or install a build for CUDA {here}")
+
+
+def _built_for(vendor: Vendor) -> str | None:
+    """The CUDA version a vendor's own file names: "12.8", or 1208 as the driver writes it. None where it is silent."""
+    assert vendor.build_file is not None
+    try:
+        place = importlib_metadata.distribution(vendor.dist).locate_file(vendor.build_file)
+        with open(str(place), "rb") as file:
+            found: Any = json.loads(file.read(_MAX_BYTES))
+        for key in vendor.build_cuda.split("."):
+            found = found[key]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, importlib_metadata.PackageNotFoundError):
+        return None
+    if isinstance(found, int) and found >= 1000:
+        return f"{found // 100}.{found % 100}"
+    return found if isinstance(found, str) and found[:1].isdigit() else None

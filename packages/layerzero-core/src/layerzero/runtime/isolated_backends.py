@@ -10,9 +10,8 @@ from types import MappingProxyType
 
 from layerzero.model.config import Policy
 from layerzero.model.kernel import BackendSpec
-from layerzero.plugin.abi import CLASHES
 from layerzero.plugin.enclosure import Enclosure
-from layerzero.plugin.vendor import presence_in
+from layerzero.plugin.vendor import CLASHES, presence_in
 from layerzero.reasons import Reason, ReasonCode
 from layerzero.selection.world import World
 
