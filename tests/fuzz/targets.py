@@ -24,7 +24,7 @@ from layerzero.policy.layers import merge
 from layerzero.policy.load import from_bytes
 from layerzero.policy.rules import evaluate
 from layerzero.registry.capabilities import load_capabilities
-from layerzero.registry.reading import decoded
+from layerzero.registry.kinds import decoded
 from layerzero.runtime.current import builtin_ops
 from layerzero.selection.engine import select
 from layerzero.selection.world import World

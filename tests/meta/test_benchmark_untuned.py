@@ -14,7 +14,7 @@ from drawing import LIMITS, OPS, drawn
 from timing import RESULTS
 from untuned import judged, summary
 
-from layerzero.registry.reading import digest
+from layerzero.registry.kinds import digest
 from layerzero.runtime.state import state
 from layerzero_cli.calls import context
 from tools.shipped import _captured, documents, left_out, main, records, rendered

@@ -44,7 +44,7 @@ def list_(op: str | None, backend: str | None, available: bool | None, page: boo
     found = [(kernel, _against(kernel)) for kernel in lz.list_kernels(op, backend=backend)]
     if available is not None:
         found = [(kernel, why) for kernel, why in found if (not why) is available]
-    from layerzero.public.check_first_use import standing
+    from layerzero.public.check_backends import standing
     from layerzero.public.situation import look
 
     now = look()

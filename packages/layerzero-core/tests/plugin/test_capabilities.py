@@ -13,7 +13,7 @@ from layerzero.model.context import Context
 from layerzero.model.enums import GPUGeneration, InstructionFamily, Layout, Platform
 from layerzero.registry.capabilities import json_schema, load_capabilities, migrate
 from layerzero.registry.fields import KERNEL
-from layerzero.registry.reading import MAX_BYTES
+from layerzero.registry.kinds import MAX_BYTES
 
 # Those of the core, and where the whole workspace is here those of every package.
 DESCRIPTORS = sorted(Path(__file__).parents[3].glob("*/src/**/capabilities.json"))

@@ -30,7 +30,7 @@ from layerzero.model.artifact import Artifact
 from layerzero.model.device import DeviceSpec
 from layerzero.model.dispatch_table import Hardware
 from layerzero.plugin import artifacts
-from layerzero.registry.reading import digest as digest_of
+from layerzero.registry.kinds import digest as digest_of
 from layerzero.runtime.state import state
 from layerzero.startup.warm import Warmup
 from layerzero.tables.file import hardware_of

@@ -41,8 +41,8 @@ from layerzero.model.kernel import BackendSpec
 from layerzero.model.proof import words_of
 from layerzero.reasons import Reason, reason
 from layerzero.registry.kernels import KernelRegistry
+from layerzero.registry.kinds import decoded, read
 from layerzero.registry.proofs import sealed
-from layerzero.registry.reading import decoded, read
 
 SCHEMA_VERSION = "1.0"
 _log = logging.getLogger("layerzero.perfdb")

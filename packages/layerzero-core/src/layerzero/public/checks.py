@@ -153,8 +153,7 @@ def doctor(backend: str | None = None, *, timeout: float | None = None, probe: b
     60 s). `probe=False` starts no process: metadata is then taken at its word. A crashing, hanging or lying vendor,
     a wrong variable or a corrupt policy file is a finding, never an exception.
     """
-    from layerzero.public.check_backends import clashes, plugins, unknown, vendors
-    from layerzero.public.check_first_use import first_use
+    from layerzero.public.check_backends import clashes, first_use, plugins, unknown, vendors
     from layerzero.public.check_machine import health, libraries, platform, settings, shipped
     from layerzero.public.check_policy import table
     from layerzero.public.situation import look

@@ -18,8 +18,7 @@ from layerzero.model.enums import Platform
 from layerzero.model.kernel import KernelSpec
 from layerzero.registry.build import kernel_spec
 from layerzero.registry.fields import DEFAULT_API, DOCUMENT, SCHEMA_VERSION
-from layerzero.registry.kinds import fail
-from layerzero.registry.reading import check_depth, decoded, digest, read
+from layerzero.registry.kinds import check_depth, decoded, digest, fail, read
 
 _MAX_RECENT = 64
 # Descriptors read and found right, by file and content: loading plugins again, a probe and doctor ask for the same.

@@ -21,8 +21,7 @@ from typing import Any
 from layerzero.errors import CapabilitiesError
 from layerzero.model.proof import KitProof
 from layerzero.registry.containers import Field, Record, list_of, map_of
-from layerzero.registry.kinds import choice, fail, text
-from layerzero.registry.reading import decoded, digest, read
+from layerzero.registry.kinds import choice, decoded, digest, fail, read, text
 
 SCHEMA_VERSION = "1.0"
 

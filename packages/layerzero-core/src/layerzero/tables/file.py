@@ -17,7 +17,7 @@ from layerzero.json_form import plain
 from layerzero.model.device import DeviceSpec
 from layerzero.model.dispatch_table import DispatchTable, Hardware, PlanEntry
 from layerzero.reasons import ReasonCategory, ReasonCode
-from layerzero.registry.reading import decoded, digest, read
+from layerzero.registry.kinds import decoded, digest, read
 
 _MAX_BYTES = 64 << 20
 

@@ -29,8 +29,8 @@ from layerzero.errors import CapabilitiesError, ConfigurationError
 from layerzero.files import write_whole
 from layerzero.model.kernel import BackendSpec, KernelSpec
 from layerzero.model.proof import words_of
+from layerzero.registry.kinds import decoded, read
 from layerzero.registry.proofs import SCHEMA_VERSION, beside, load_proofs, sealed, sources
-from layerzero.registry.reading import decoded, read
 from layerzero_verify.testing.cases import Case
 from layerzero_verify.testing.kit import Kit
 
