@@ -83,7 +83,7 @@ def _gpu(name: str, data: dict[str, Any]) -> str:
     winners = [one["winner"] for model in data["models"] for one in model["chosen"]]
     stock = dict.fromkeys(name for model in data["models"] for case in model["cases"] for name in case["all"])
     del stock["layerzero"]
-    said = "" if "layerzero" in winners else ", so that vLLM's own classes serve both and differences are chance"
+    said = "" if "layerzero" in winners else ", so that FLASH_ATTN's own classes serve"
     lines = [
         f"## {name}: inside vLLM, {', '.join(model['model'] for model in data['models'])}",
         "",
