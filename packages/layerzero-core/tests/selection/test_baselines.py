@@ -12,8 +12,7 @@ from layerzero.backends.reference import paged as reference_mla
 from layerzero.backends.reference import paged as reference_paged
 from layerzero.backends.reference import sampling
 from layerzero.backends.reference.attention import attention as reference_attention
-from layerzero.backends.reference.grouped import grouped_attention
-from layerzero.backends.reference.varlen import varlen_attention
+from layerzero.backends.reference.varlen import grouped_attention, varlen_attention
 from layerzero.backends.sdpa import default
 from layerzero.backends.torch_native import norm
 from layerzero.backends.torch_native.sampling import sample_sorted
