@@ -234,8 +234,22 @@ def main() -> int:
             data["warm start"] = warm_start(traffic, folder, device, database(folder, most))
             print(f"warm start: {json.dumps(data['warm start'], ensure_ascii=False)}", flush=True)
         data["seconds"] = round(time.monotonic() - began, 1)
+        data["figures"] = figures(data)
         write_json(given.json, data)
     return 0
+
+
+def figures(data: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """What has a goal: the seconds of each tuning run that came to its end, and of unpacking, with its compiles."""
+    whole = {name: run for name, run in data["runs"].items() if "goal_s" in run and not run["interrupted"]}
+    found = {
+        f"lz tune, {name}, seconds": {"value": run["seconds"], "at_most": run["goal_s"]} for name, run in whole.items()
+    }
+    warm = data.get("warm start", {})
+    if "goal_s" in warm:
+        found["unpacking a warm start, seconds"] = {"value": warm["unpack"]["seconds"], "at_most": warm["goal_s"]}
+        found[f"compiles in {REQUESTS} requests"] = {"value": warm["serve"].get("compiles", 1), "at_most": 0}
+    return found
 
 
 def compiled(folder: Path) -> dict[str, float]:
