@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import os
+import pickle
 import sys
 from pathlib import Path
 
@@ -332,6 +334,18 @@ def test_a_packed_weight_that_was_written_to_is_refused_or_packed_again(built_in
     close(lz.linear(x, again), oracle.matmul(x, qt), torch.float32, 64)
     assert again.packs == 3
     close(lz.linear(x, lz.pack_weight(lenient)), oracle.matmul(x, qt), torch.float32, 64)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda packed: pickle.loads(pickle.dumps(packed))])
+def test_a_copy_of_a_packed_weight_is_stale_where_the_weight_itself_is(copied):
+    qt = weight_of("int8", granularity="channel")
+    qt.scale.mul_(2.0)  # written to before it is packed: torch counts it, and begins anew for a copy
+    packed = PackedWeight(qt, "columns", (qt.data.t().contiguous(),))
+    made = copied(packed)
+    assert not made.stale and torch.equal(made.ready()[0], packed.parts[0])
+    made.source.scale.mul_(2.0)
+    assert made.stale and not packed.stale
+    assert copied(made).stale
 
 
 def test_a_stale_pack_gives_the_old_product_when_nobody_asks():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from layerzero.errors import invalid
 from layerzero.model.enums import QuantFormat
@@ -69,6 +69,15 @@ class PackedWeight:
         self.packs = 1 if parts else 0
         self._repack = repack
         self._counts = write_counts(source.tensors())
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of a tensor begins to count its writes anew: whether the parts were stale is what goes along.
+        return {name: getattr(self, name) for name in self.__slots__} | {"_counts": self.stale}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self._counts = (-1,) if state["_counts"] else write_counts(self.source.tensors())
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -61,7 +61,7 @@ def full_width(table: Tensor, interleaved: bool) -> Tensor:
 def _rows(table: Tensor, position_ids: Tensor | None, seq_len: int) -> Tensor:
     """The table rows of each token: [S, R] or [B, S, R]."""
     if position_ids is None:
-        return table if table.shape[-2] == seq_len else table[..., :seq_len, :]
+        return table[..., :seq_len, :]
     if table.dim() == 2:
         return table[position_ids]
     if table.shape[0] == 1:
