@@ -22,6 +22,7 @@ def script(place: str) -> ModuleType:
 
 
 bench = script("benchmarks/vllm_cuda.py")
+traced = script("benchmarks/vllm_profile.py")
 
 
 def run_of(
@@ -129,13 +130,13 @@ def event(cat: str, name: str, ts: float, dur: float = 1.0, tid: int = 1, **args
 
 
 TRACE = [
-    event("user_annotation", bench.RANGE, 10, 10),
-    event("gpu_user_annotation", bench.RANGE, 30, 10),
+    event("user_annotation", traced.RANGE, 10, 10),
+    event("gpu_user_annotation", traced.RANGE, 30, 10),
     event("cuda_runtime", "cudaLaunchKernel", 12, correlation=1),
     event("cuda_runtime", "cudaLaunchKernel", 25, correlation=2),
     event("cuda_driver", "cuLaunchKernelEx", 52, correlation=3),
     event("cuda_runtime", "cudaLaunchKernel", 54, tid=2, correlation=4),
-    event("user_annotation", bench.RANGE, 50, 10),
+    event("user_annotation", traced.RANGE, 50, 10),
     event("kernel", "gather", 31, tid=7, correlation=1),
     event("kernel", "outside", 33, tid=7, correlation=2),
     event("kernel", "flash", 60, tid=7, correlation=3),
@@ -144,32 +145,32 @@ TRACE = [
 
 
 def test_kernels_belong_to_the_layer_in_which_they_were_launched():
-    assert bench.inside(TRACE, bench.RANGE) == [["gather"], ["flash"]]
+    assert traced.inside(TRACE, traced.RANGE) == [["gather"], ["flash"]]
     on_a_cpu = [
-        event("cpu_op", bench.THEIR_RANGE, 5, 10),
+        event("cpu_op", traced.THEIR_RANGE, 5, 10),
         event("cpu_op", "_C::attention", 7),
         event("cpu_op", "z", 20),
     ]
-    assert bench.inside(on_a_cpu, bench.THEIR_RANGE) == [["_C::attention"]]
+    assert traced.inside(on_a_cpu, traced.THEIR_RANGE) == [["_C::attention"]]
 
 
 def test_a_step_that_ran_other_kernels_than_its_report_says_is_told():
     stock = {"vllm": [["flash"]] * 2, "kernels": {"flash": 2, "triton_poi_0": 1}, "on": "cuda"}
     theirs = {"said": ["vLLM's own"] * 2, "ours": [], "alone": [], **stock, "kernels": {"flash": 2, "triton_poi_1": 1}}
-    assert bench.unlike(theirs, stock) == []
-    assert bench.unlike({**theirs, "ours": [["gather"]]}, stock) == ["1 calls of ours instead of 0"]
-    assert bench.unlike({**theirs, "vllm": [["flash"], []]}, stock)
-    assert bench.unlike({**theirs, "kernels": {"flash": 1, "gather": 1}}, stock)
+    assert traced.unlike(theirs, stock) == []
+    assert traced.unlike({**theirs, "ours": [["gather"]]}, stock) == ["1 calls of ours instead of 0"]
+    assert traced.unlike({**theirs, "vllm": [["flash"], []]}, stock)
+    assert traced.unlike({**theirs, "kernels": {"flash": 1, "gather": 1}}, stock)
     ours = {"said": ["a", "b"], "ours": [["gather"], ["dense"]], "alone": [["gather"], ["dense"]], **stock}
-    assert bench.unlike(ours, stock) == []
-    assert bench.unlike({**ours, "ours": [["check", "gather"], ["dense"]]}, stock) == []  # of the batch, once a step
-    (said,) = bench.unlike({**ours, "ours": [["gather"], ["check", "dense"]]}, stock)
+    assert traced.unlike(ours, stock) == []
+    assert traced.unlike({**ours, "ours": [["check", "gather"], ["dense"]]}, stock) == []  # of the batch, once a step
+    (said,) = traced.unlike({**ours, "ours": [["gather"], ["check", "dense"]]}, stock)
     assert said == "layer 1 of ours: not the kernels of b alone"
-    assert bench.unlike({**ours, "alone": [["dense"], ["dense"]]}, stock)
-    assert bench.unlike({**ours, "ours": [["gather"]]}, stock) == ["1 calls of ours instead of 2"]
+    assert traced.unlike({**ours, "alone": [["dense"], ["dense"]]}, stock)
+    assert traced.unlike({**ours, "ours": [["gather"]]}, stock) == ["1 calls of ours instead of 2"]
     mixed = {**ours, "said": ["vLLM's own", "b"], "ours": [["dense"]], "alone": [["dense"]]}
-    assert bench.unlike({**mixed, "vllm": [["flash"], ["dense"]]}, stock) == []
-    assert bench.unlike({**mixed, "vllm": [["dense"], ["flash"]]}, stock)
+    assert traced.unlike({**mixed, "vllm": [["flash"], ["dense"]]}, stock) == []
+    assert traced.unlike({**mixed, "vllm": [["dense"], ["flash"]]}, stock)
 
 
 HEAD = {"commit": "abc", "command": "python benchmarks/vllm_cuda.py", "versions": {"vllm": "0.26.0", "torch": "2.11.0"}}

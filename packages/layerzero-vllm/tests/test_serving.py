@@ -227,7 +227,7 @@ def test_two_ranks_choose_alike(harness, model, engine, tmp_path):
 
 
 def test_a_profile_of_both_kinds_of_steps_shows_what_the_report_names(python, tmp_path):
-    words = [str(python), "-P", str(HARNESS.with_name("vllm_cuda.py")), "profile", "--shape", "small"]
+    words = [str(python), "-P", str(HARNESS.with_name("vllm_profile.py")), "--shape", "small"]
     words += ["--dtype", "float32", "--models", str(tmp_path), "--json", str(tmp_path / "found.json")]
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "passive", "VLLM_LOGGING_LEVEL": "ERROR"}
     subprocess.run(words, check=True, env={**os.environ, **env})
