@@ -45,16 +45,18 @@ def environment_signature(spec: DeviceSpec) -> str:
 
 
 # A kernel that was right on one member of a family of devices may be trusted on the others.
-# The levels of x86-64 that compilers know: kernels have code of their own for each.
+# The levels of x86-64 that compilers know, and the tiles of AMX above them: kernels have code of their own for each.
+_V4 = frozenset({"avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl"})
 _X86 = (
-    ("v4", frozenset({"avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl"})),
+    ("v4-amx", _V4 | {"amx_tile", "amx_bf16", "amx_int8"}),
+    ("v4", _V4),
     ("v3", frozenset({"avx2", "fma3"})),
 )
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
 def family_of(device: DeviceSpec) -> str:
-    """ "sm90", "gfx942", "cpu-x86_64-v4", "cpu-aarch64-sve", else the kind of device and its vendor."""
+    """ "sm90", "gfx942", "cpu-x86_64-v4-amx", "cpu-aarch64-sve", else the kind of device and its vendor."""
     if device.sm_version is not None:
         return f"sm{device.sm_version}"
     if device.gfx is not None:
