@@ -59,7 +59,7 @@ def for_an_h200(order: Any) -> None:
     """The compiler of "compiling": a Triton RMSNorm of this size, for a device that is not here."""
     import torch
 
-    from layerzero.model.compile_order import CompileOrder
+    from layerzero.model.artifact import CompileOrder
     from layerzero.model.device import DeviceSpec
     from layerzero.plugin.triton_compiler import compile_order
 
@@ -74,7 +74,7 @@ _seen: set[int] = set()
 
 def here(x: Any, weight: Any, eps: float) -> Any:
     """The adapter of "thread": compiles when it first meets a size."""
-    from layerzero.model.compile_order import CompileOrder
+    from layerzero.model.artifact import CompileOrder
 
     hidden = x.shape[-1]
     if hidden not in _seen:

@@ -36,7 +36,7 @@ def taken(call: Any, seconds: float, compiled: str) -> dict[str, Any]:
     from tuned import ready
 
     from layerzero.measurements.shipped import SHORT_US
-    from layerzero.model.proof import kind_of
+    from layerzero.model.situation import kind_of
     from layerzero_cli.calls import context
     from layerzero_tune.bench.contest import compete
 

@@ -26,7 +26,7 @@ from typing import Any
 from layerzero.measurements.between import FARTHEST, Kind, Point
 from layerzero.measurements.shipped import SCHEMA_VERSION, together
 from layerzero.model.context import Context
-from layerzero.model.proof import kind_of
+from layerzero.model.situation import kind_of
 from layerzero.registry.proofs import beside, sealed
 from layerzero.runtime.state import state
 from layerzero_cli.calls import context

@@ -16,7 +16,7 @@ from layerzero.device.probe import probe_device
 from layerzero.device.signature import family_of
 from layerzero.measurements.between import Kind
 from layerzero.measurements.shipped import shipped_by
-from layerzero.model.expectation import MEASURED, ROOFLINE, SHIPPED, Expectation
+from layerzero.model.decision import MEASURED, ROOFLINE, SHIPPED, Expectation
 from layerzero.model.kernel import BackendSpec
 from layerzero.perfdb.store import PerfDB
 from layerzero.recording.traffic import Recorded, Traffic, add_to_file

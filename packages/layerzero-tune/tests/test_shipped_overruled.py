@@ -13,7 +13,7 @@ from layerzero.device.probe import probe_device
 from layerzero.device.signature import family_of
 from layerzero.measurements.believed import measurements_from
 from layerzero.measurements.shipped import shipped_by
-from layerzero.model.expectation import MEASURED, SHIPPED
+from layerzero.model.decision import MEASURED, SHIPPED
 from layerzero.model.kernel import BackendSpec
 from layerzero.perfdb.store import PerfDB
 from layerzero.registry.proofs import sealed

@@ -18,45 +18,18 @@ PARTS = "layerzero.parts"
 # What our own packages bring, so that the core can say which one is missing.
 _OURS: dict[str, dict[str, tuple[str, ...]]] = {
     "layerzero-hostile": {NAMES: ("find_cheats",), PARTS: ("hostile.outside", "hostile.refusals", "verify.hostile")},
-    "layerzero-models": {
-        NAMES: (
-            "column_linear",
-            "enable_transformers",
-            "kv_cache",
-            "pack_weight",
-            "patch",
-            "patched",
-            "relative_bias",
-            "rope_tables",
-            "row_linear",
-            "sample_speculative",
-            "sample_tree",
-            "shard_weight",
-            "tree_mask",
-            "tree_positions",
-            "unpatch",
-        ),
-    },
+    "layerzero-models": {NAMES: (
+        "column_linear", "enable_transformers", "kv_cache", "pack_weight", "patch", "patched", "relative_bias",
+        "rope_tables", "row_linear", "sample_speculative", "sample_tree", "shard_weight", "tree_mask",
+        "tree_positions", "unpatch",
+    )},
     "layerzero-tokenizers": {NAMES: ("detokenize", "tokenize")},
-    "layerzero-tune": {
-        NAMES: ("compare", "compile", "plan_block", "solve", "tune"),
-        PARTS: (
-            "grid-files",
-            "model-calls",
-            "perfdb.drift_s",
-            "telemetry.metrics",
-            "telemetry.registry",
-            "telemetry.spans",
-            "telemetry.trace",
-            "warmup.pack",
-            "warmup.unpack",
-        ),
-    },
-    "layerzero-verify": {
-        NAMES: ("verify",),
-        PARTS: ("layerzero.testing", "flashinfer-bench.traces"),
-    },
-}
+    "layerzero-tune": {NAMES: ("compare", "compile", "plan_block", "solve", "tune"), PARTS: (
+        "grid-files", "model-calls", "perfdb.drift_s", "telemetry.metrics", "telemetry.registry", "telemetry.spans",
+        "telemetry.trace", "warmup.pack", "warmup.unpack",
+    )},
+    "layerzero-verify": {NAMES: ("verify",), PARTS: ("layerzero.testing", "flashinfer-bench.traces")},
+}  # fmt: skip
 
 
 def package_of(kind: str, name: str) -> str | None:

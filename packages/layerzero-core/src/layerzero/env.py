@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any, Final
 from layerzero.errors import ConfigurationError, nearest
 from layerzero.settings import VARIABLES, Setting
 
-__all__ = ["PREFIX", "Env", "changed", "read", "read_one"]
-
 PREFIX: Final = "LAYERZERO_"
 _FAMILIES: Final = {PREFIX + name.removesuffix("<NAME>"): item for name, item in VARIABLES.items() if "<" in name}
 _SINGLE: Final = {PREFIX + name: item for name, item in VARIABLES.items() if "<" not in name}
@@ -49,12 +47,11 @@ def changed(env: Env, **values: Any) -> Env:
 
 def read(environ: Mapping[str, str] | None = None) -> Env:
     """Read all LAYERZERO_* variables. An empty value counts as not set, except LAYERZERO_PLUGINS (no plugin at all)."""
-    environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
     unknown: list[tuple[str, str | None]] = []
     named: dict[str, dict[str, Any]] = {family: {} for family in _FAMILIES}
-    for name in sorted(name for name in environ if name.startswith(PREFIX)):
-        raw = environ[name].strip()
+    found = (os.environ if environ is None else environ).items()
+    for name, raw in sorted((name, text.strip()) for name, text in found if name.startswith(PREFIX)):
         family = next((prefix for prefix in _FAMILIES if name.startswith(prefix) and name != prefix), None)
         if family is not None and raw:
             target = name.removeprefix(family).lower().replace("__", ".")

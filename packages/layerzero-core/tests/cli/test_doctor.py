@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.device.enums import Platform
+from layerzero.device.spec import Platform
 from layerzero.dispatch.run import current_world
 from layerzero.env import Env
 from layerzero.health.quarantine import Quarantine
@@ -21,12 +21,10 @@ from layerzero.model.kernel import BackendSpec
 from layerzero.model.status import BackendStatus, HealthReport
 from layerzero.plugin.discovery import OURS, VENDORS, normalized
 from layerzero.plugin.manager import PluginRecord, load_plugins
-from layerzero.plugin.probe import answer
-from layerzero.plugin.probing import ProbeResult
+from layerzero.plugin.probing import ProbeResult, answer
 from layerzero.plugin.vendor import vendor_status
 from layerzero.public import check_backends, check_machine
-from layerzero.public.checks import Check
-from layerzero.public.situation import look, tolerant_env
+from layerzero.public.checks import Check, look, tolerant_env
 from layerzero.reasons import reason
 from layerzero.runtime.crashes import place
 from layerzero.runtime.state import state

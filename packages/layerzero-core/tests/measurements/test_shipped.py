@@ -17,10 +17,10 @@ from layerzero.device.probe import probe_device
 from layerzero.device.signature import family_of
 from layerzero.measurements.between import FARTHEST, Kind, Point
 from layerzero.measurements.shipped import FEW, SHORT_US, load, shipped_by, standing, together
-from layerzero.model.expectation import MEASURED, PRIORITY, ROOFLINE, SHIPPED
+from layerzero.model.decision import MEASURED, PRIORITY, ROOFLINE, SHIPPED
 from layerzero.model.kernel import BackendSpec
 from layerzero.public.check_machine import shipped as doctor_looks
-from layerzero.public.situation import look
+from layerzero.public.checks import look
 from layerzero.reasons import Reason, ReasonCode
 from layerzero.registry.proofs import sealed
 from layerzero.runtime.state import state

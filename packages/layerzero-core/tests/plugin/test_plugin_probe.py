@@ -10,8 +10,7 @@ import pytest
 from layerzero.model.status import BackendStatus
 from layerzero.plugin import probing
 from layerzero.plugin.manager import load_plugins
-from layerzero.plugin.probe import answer
-from layerzero.plugin.probing import ProbeResult, probe
+from layerzero.plugin.probing import ProbeResult, answer, probe
 from layerzero_verify.testing import fakes
 from tools import faulty_plugins as faults
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
-from layerzero.device.dists import first_version, installed_version
+from layerzero.device.signature import installed_version
 from layerzero.plugin.versions import _plainly, contains
 
 RELEASE = st.lists(st.integers(0, 12), min_size=1, max_size=4).map(lambda parts: ".".join(map(str, parts)))
@@ -59,4 +59,4 @@ def test_a_folder_left_behind_does_not_hide_the_distribution(tmp_path: Path, mon
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: lz-left-behind\nVersion: 2.0\n\nVersion: 9\n")
     monkeypatch.syspath_prepend(str(whole))
     assert installed_version("lz.left_behind") == "2.0"
-    assert first_version([]) is None
+    assert installed_version("lz-never-there") is None

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from layerzero.dispatch.decide import decide
 from layerzero.model.context import Context
-from layerzero.model.expectation import SHIPPED, Expectation
+from layerzero.model.decision import SHIPPED, Expectation
 from layerzero.selection.engine import select
 from layerzero.selection.world import Measurements, World
 

@@ -24,7 +24,7 @@ from layerzero.dispatch.run import describe
 from layerzero.errors import TuningError
 from layerzero.measurements.believed import NOISE, judged, platform_of, versions_of
 from layerzero.model.context import Context
-from layerzero.model.expectation import Expectation
+from layerzero.model.decision import Expectation
 from layerzero.model.op import OperationSpec
 from layerzero.perfdb.measurement import Measurement, Surroundings
 from layerzero.runtime.proof_registry import proof_registry
@@ -35,11 +35,9 @@ from layerzero.tuning.inputs import ArgumentStrides, Call, build, buildable, con
 from layerzero_tune.candidates import Bench
 from layerzero_tune.rows import refused_row, row, surroundings, torch_row
 from layerzero_tune.ruled_out import chosen_now, margin, ruled_out, slower
-from layerzero_tune.timing.baselines import TORCH_DEFAULT
-from layerzero_tune.timing.host_load import load, others
+from layerzero_tune.timing.baselines import TORCH_DEFAULT, loses
+from layerzero_tune.timing.host_load import load, others, with_little_steal
 from layerzero_tune.timing.race import Times, leader, winner_of
-from layerzero_tune.timing.steal_time import with_little_steal
-from layerzero_tune.timing.torch_default import loses
 
 _TRIES = 3  # races of a call whose choice is slower than torch's own code: a busy machine may have decided
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from layerzero.device.cpu import cpu_families
 from layerzero.device.cuda import amd_spec
-from layerzero.device.enums import Platform
-from layerzero.device.spec import CUDA_MAX_THREADS_PER_BLOCK, DeviceSpec
+from layerzero.device.spec import CUDA_MAX_THREADS_PER_BLOCK, DeviceSpec, Platform
 from layerzero.errors import UnknownNameError, nearest
 
 _GIB = 2**30

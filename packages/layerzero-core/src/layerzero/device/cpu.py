@@ -11,9 +11,8 @@ import platform as host
 from collections.abc import Mapping
 from typing import Any
 
-from layerzero.device.enums import InstructionFamily, Platform
 from layerzero.device.memory import text_of
-from layerzero.device.spec import DeviceSpec, canonical_cpu_feature
+from layerzero.device.spec import DeviceSpec, InstructionFamily, Platform, canonical_cpu_feature
 
 _CPUINFO = "/proc/cpuinfo"
 _MEMINFO = "/proc/meminfo"

@@ -6,7 +6,6 @@ import re
 import sys
 from typing import Any
 
-from layerzero.device.enums import InstructionFamily, Platform
 from layerzero.device.memory import text_of
 from layerzero.device.spec import (
     CUDA_MAX_GRID,
@@ -14,6 +13,8 @@ from layerzero.device.spec import (
     DEFAULT_GENERATIONS,
     DeviceSpec,
     GenerationMap,
+    InstructionFamily,
+    Platform,
 )
 
 _KERNEL_DRIVER = "/sys/module/nvidia/version"

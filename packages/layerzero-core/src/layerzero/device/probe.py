@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from layerzero.device.cpu import cpu_spec
 from layerzero.device.cuda import cuda_spec, is_rocm, rocm_spec
-from layerzero.device.enums import Platform
 from layerzero.device.signature import backend_versions
-from layerzero.device.spec import DEFAULT_GENERATIONS, DeviceSpec, GenerationMap
+from layerzero.device.spec import DEFAULT_GENERATIONS, DeviceSpec, GenerationMap, Platform
 from layerzero.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -1,19 +1,58 @@
 """Versions of the libraries that kernels come from, and the signature of the whole environment.
 
-`DeviceSpec.signature` covers device, torch and driver. Stored timings also depend on the backends'
-versions: `environment_signature` adds those. Versions are read from package metadata; nothing is imported.
+`DeviceSpec.signature` covers device, torch and driver. Stored timings also depend on the backends' versions:
+`environment_signature` adds those. Versions are read from the head of metadata files, a few lines: importlib_metadata
+parses whole files, descriptions and all, which takes ten milliseconds for torch's and five more for its import.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform as host
+import sys
 from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
 
-from layerzero.device.dists import installed_version
-from layerzero.device.enums import Platform
-from layerzero.device.spec import DeviceSpec
+from importlib_metadata import distributions
+
+from layerzero.device.spec import DeviceSpec, Platform
+
+
+def installed_version(dist: str) -> str | None:
+    """The version of the first distribution of the name on the path that has one; None when it is not installed.
+
+    The folder that an uninstall left behind has none.
+    """
+    found = distributions(name=dist, path=there(tuple(sys.path)))
+    return next((version for item in found if (version := identity(item)[1])), None)
+
+
+@lru_cache(maxsize=4)
+def there(path: tuple[str, ...]) -> list[str]:
+    """The folders of a path that exist; importlib_metadata takes others for zip files, again at each question."""
+    return [place for place in path if os.path.exists(place or os.curdir)]
+
+
+def identity(dist: Any) -> tuple[str, str]:
+    """Name and version of a distribution object; empty where its metadata does not say."""
+    found: dict[str, str] = {}
+    read = getattr(dist, "read_text", None)
+    try:
+        text = (read("METADATA") or read("PKG-INFO") or "") if read is not None else ""
+        for line in text.splitlines():
+            if not line:
+                break
+            key, _, value = line.partition(":")
+            if key in ("Name", "Version"):
+                found[key] = value.strip()
+        name, version = found.get("Name"), found.get("Version")
+        return name or str(getattr(dist, "name", "") or ""), version or str(getattr(dist, "version", "") or "")
+    except Exception:  # broken metadata of one distribution must not hide the others
+        return found.get("Name", ""), found.get("Version", "")
+
 
 VENDOR_DISTRIBUTIONS = (
     "flash-attn", "flash-attn-3", "flash-attn-4", "flashinfer-python", "intel-extension-for-pytorch", "kernels",

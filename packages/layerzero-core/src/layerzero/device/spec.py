@@ -6,6 +6,7 @@ Nothing here looks at the machine but `DeviceSpec.detect`. `layerzero.device.pro
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 import re
@@ -14,12 +15,47 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from layerzero.device.enums import GPUGeneration, InstructionFamily, Platform
 from layerzero.errors import CapabilitiesError
 from layerzero.json_form import Plain
 
 if TYPE_CHECKING:
     import torch
+
+
+class Platform(enum.StrEnum):
+    """Kind of device, in torch's words where torch has one."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+    ROCM = "rocm"
+    MPS = "mps"
+    XPU = "xpu"
+    HPU = "hpu"
+    META = "meta"
+    OTHER = "other"
+
+
+class GPUGeneration(enum.IntEnum):
+    """NVIDIA generations, ordered by age. UNKNOWN sorts first."""
+
+    UNKNOWN = 0
+    TURING = 1
+    AMPERE = 2
+    ADA_LOVELACE = 3
+    HOPPER = 4
+    BLACKWELL = 5
+
+
+class InstructionFamily(enum.StrEnum):
+    """Matrix instructions a kernel is written for; routing asks for these, never for "SM >= x"."""
+
+    NONE = "none"
+    MMA = "mma"
+    WGMMA = "wgmma"
+    TCGEN05 = "tcgen05"
+    MFMA = "mfma"
+    AMX = "amx"
+
 
 _F = InstructionFamily
 _G = GPUGeneration

@@ -7,12 +7,12 @@ from typing import Any
 
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import Bound, bind
-from layerzero.dispatch.describe import describe
+from layerzero.dispatch.decide import describe
 from layerzero.model.context import Context
 from layerzero.model.enums import Platform
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import Op, OperationSpec
-from layerzero.model.proof import kind_of
+from layerzero.model.situation import kind_of
 from layerzero.selection.engine import select
 from layerzero.selection.world import World, measurement_settings
 

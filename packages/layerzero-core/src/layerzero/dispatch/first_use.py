@@ -26,14 +26,14 @@ from layerzero.device.memory import free_bytes
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import Bound, GuardFailed, bind
 from layerzero.dispatch.example_calls import example, price_us
-from layerzero.dispatch.faults import Running, charge_memory, lost_device, out_of_memory, untold
+from layerzero.dispatch.failover import Running, charge_memory, lost_device, out_of_memory, untold
 from layerzero.errors import KernelExecutionError, LayerZeroError, from_outside
 from layerzero.forking import fresh_lock
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
-from layerzero.model.proof import kind_of
+from layerzero.model.situation import kind_of
 from layerzero.numerics import compare, tolerance
 from layerzero.reasons import Reason, reason
 from layerzero.runtime.crashes import put
@@ -41,8 +41,7 @@ from layerzero.runtime.proof_registry import BASELINES, proof_registry
 from layerzero.runtime.state import state
 from layerzero.selection.engine import select
 from layerzero.selection.memory import device_name, estimate
-from layerzero.selection.proven import unchecked
-from layerzero.selection.world import World, measurement_settings
+from layerzero.selection.world import World, measurement_settings, unchecked
 
 _log = logging.getLogger("layerzero.health")
 

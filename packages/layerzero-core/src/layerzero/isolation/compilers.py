@@ -21,10 +21,9 @@ from torch import Tensor
 
 from layerzero.forking import in_child
 from layerzero.isolation.process import Settings
-from layerzero.isolation.values import Placed, pack, span, tensors_in, unpack
-from layerzero.isolation.wire import fault
+from layerzero.isolation.wire import Placed, fault, pack, span, tensors_in, unpack
 from layerzero.isolation.worker import Worker
-from layerzero.model.compile_order import CompileOrder, NeedsDevice
+from layerzero.model.artifact import CompileOrder, NeedsDevice
 from layerzero.model.device import DeviceSpec
 from layerzero.model.grouped import GroupedBatch
 from layerzero.model.kernel import KernelSpec

@@ -36,9 +36,9 @@ from layerzero.device.signature import family_of
 from layerzero.errors import CapabilitiesError, from_outside
 from layerzero.measurements.between import Estimate, Kind, Point
 from layerzero.model.context import Context
-from layerzero.model.expectation import ROOFLINE, SHIPPED, Expectation
+from layerzero.model.decision import ROOFLINE, SHIPPED, Expectation
 from layerzero.model.kernel import BackendSpec
-from layerzero.model.proof import words_of
+from layerzero.model.situation import words_of
 from layerzero.reasons import Reason, reason
 from layerzero.registry.kernels import KernelRegistry
 from layerzero.registry.kinds import decoded, read

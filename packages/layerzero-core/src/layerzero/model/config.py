@@ -318,22 +318,17 @@ _LATER: Final[Mapping[str, Any]] = {"canary": FrozenMap(), "on_first_use": "chec
 _IN_PROGRAM: Final = frozenset(
     ("locks", "allow", "deny", "prefer", "avoid", "boosts", "rules", "levels", "expires_at", "graph_whitelist")
 )
-
-
+_LATER_OF_BREAKER: Final = ("backend_kernels", "probe", "probe_timeout_s", "deadline_s")
 _PLAIN_BREAKER: Final = BreakerSettings()
 
 
 def _canonical(value: Any) -> Any:
     if isinstance(value, BreakerSettings):
-        base = {
-            "failures": value.failures,
-            "cooldown_s": float(value.cooldown_s),
-            "successes": value.successes,
-            "enabled": value.enabled,
-        }
+        found = {item.name: getattr(value, item.name) for item in fields(value)}
+        found["cooldown_s"] = float(value.cooldown_s)
         # Settings that came later are part of the hash only where they are used: older tables stay valid.
-        later = {name: getattr(value, name) for name in ("backend_kernels", "probe", "probe_timeout_s", "deadline_s")}
-        return base | {name: found for name, found in later.items() if found != getattr(_PLAIN_BREAKER, name)}
+        unused = [name for name in _LATER_OF_BREAKER if found[name] == getattr(_PLAIN_BREAKER, name)]
+        return {name: item for name, item in found.items() if name not in unused}
     if isinstance(value, CacheSettings):
         return {"max_entries": value.max_entries, "ttl_s": None if value.ttl_s is None else float(value.ttl_s)}
     return plain(value)

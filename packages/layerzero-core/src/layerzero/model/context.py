@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from layerzero.errors import LayerZeroWarning, invalid
@@ -160,7 +161,7 @@ class Context(Plain):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What was computed stays behind: a hash of strings means nothing in another process.
-        return _restored, ({f.name: getattr(self, f.name) for f in fields(self) if f.init},)
+        return partial(Context, **{f.name: getattr(self, f.name) for f in fields(self) if f.init}), ()
 
     def _has_rare_dtype(self) -> bool:
         """Mixed or special dtypes, quantization, index or cache dtypes: most kernels need not look closer."""
@@ -206,9 +207,7 @@ class Context(Plain):
             return self.device.device_type
         if name in _POLICY_DEVICE_FIELDS:
             return getattr(self.device, name)
-        if name in ("stride_last_dim", "is_contiguous", "enable_gqa", "attn_mask_type"):
-            return getattr(self, name)
-        if name in _FIELD_NAMES:
+        if name in _NAMED:
             return getattr(self, name)
         # "needs_window": whether the call asks for that feature, whatever its value; what a jit_key often turns on.
         return name.removeprefix("needs_") in self.needs if name.startswith("needs_") else None
@@ -264,8 +263,7 @@ class Context(Plain):
     # -- building --------------------------------------------------------------------------------
     def with_dims(self, **sizes: int) -> Context:
         """A copy with some sizes replaced."""
-        merged = {**dict(self.dims), **sizes}
-        return replace(self, dims=tuple(merged.items()))
+        return replace(self, dims=tuple({**dict(self.dims), **sizes}.items()))
 
     @staticmethod
     def from_tensors(
@@ -290,24 +288,19 @@ class Context(Plain):
         return ctx
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-compatible dict of everything selection sees."""
         return Plain.to_json(self) | {"dims": dict(self.dims)}
 
 
-def _restored(given: dict[str, Any]) -> Context:
-    return Context(**given)
-
-
 _COMPARED = tuple(f.name for f in fields(Context) if f.compare)
-_FIELD_NAMES = frozenset(f.name for f in fields(Context) if not f.name.startswith("_"))
+_NAMED = frozenset(f.name for f in fields(Context) if not f.name.startswith("_"))
+_NAMED |= {"stride_last_dim", "is_contiguous", "enable_gqa", "attn_mask_type"}
 _POLICY_DEVICE_FIELDS = frozenset({"sm_version", "gpu_generation", "vendor", "platform", "tensor_core_generation"})
 # Names `Context.get` answers for every op, and the sizes of the built-in ops: what a jit_key may name.
 KEYABLE = frozenset({
-    *_FIELD_NAMES, *_POLICY_DEVICE_FIELDS, "stride_last_dim", "is_contiguous", "enable_gqa", "attn_mask_type",
+    *_NAMED, *_POLICY_DEVICE_FIELDS,
     "batch", "num_heads", "num_kv_heads", "seq_len_q", "seq_len_k", "head_dim", "head_dim_v", "gqa_ratio", "hidden",
-    "rows", "tokens", "rotary_dim", "page_size", "head_dim_ckv", "head_dim_kpe", "in_features",
-    "out_features", "vocab", "intermediate",
-    "num_experts", "top_k", "block", "rank", "element_bytes",
+    "rows", "tokens", "rotary_dim", "page_size", "head_dim_ckv", "head_dim_kpe", "in_features", "out_features", "vocab",
+    "intermediate", "num_experts", "top_k", "block", "rank", "element_bytes",
 }) - {"notes", "scale", "dropout_p"}  # fmt: skip
 
 SelectionContext = Context

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from layerzero.device.enums import GPUGeneration, InstructionFamily, Platform
+from layerzero.device.spec import GPUGeneration, InstructionFamily, Platform
 
 __all__ = ["Causal", "GPUGeneration", "InstructionFamily", "Layout", "MaskKind", "OpKind", "Platform", "QuantFormat"]
 

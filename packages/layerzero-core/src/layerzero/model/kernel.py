@@ -6,6 +6,7 @@ context and returns every reason against the kernel, never just the first.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -174,25 +175,17 @@ class KernelSpec(Plain):
             raise ConfigurationError(
                 code="KERNEL_ID_INVALID", value=self.kernel_id, limit=f"{self.backend}.{self.op}.<variant>"
             )
-        if not self.platforms:
-            raise ConfigurationError(
-                f"{self.kernel_id}: platforms must not be empty", code="SCHEMA_FIELD_MISSING", value="platforms"
-            )
-        if not self.dtypes:
-            raise ConfigurationError(
-                f"{self.kernel_id}: dtypes must not be empty", code="SCHEMA_FIELD_MISSING", value="dtypes"
-            )
+        for name in ("platforms", "dtypes"):
+            if not getattr(self, name):
+                text = f"{self.kernel_id}: {name} must not be empty"
+                raise ConfigurationError(text, code="SCHEMA_FIELD_MISSING", value=name)
         if ":" not in self.function:
-            raise ConfigurationError(
-                f"{self.kernel_id}: function must read 'module:name'", code="SCHEMA_INVALID", value=self.function
-            )
+            text = f"{self.kernel_id}: function must read 'module:name'"
+            raise ConfigurationError(text, code="SCHEMA_INVALID", value=self.function)
         if Platform.CUDA in self.platforms and self.grid_layout is None:
-            raise ConfigurationError(
-                f"{self.kernel_id}: a CUDA kernel needs grid_layout (three formulas, or 'library' when the "
-                "vendor computes its own launch)",
-                code="SCHEMA_FIELD_MISSING",
-                value="grid_layout",
-            )
+            needed = "grid_layout (three formulas, or 'library' when the vendor computes its own launch)"
+            text = f"{self.kernel_id}: a CUDA kernel needs {needed}"
+            raise ConfigurationError(text, code="SCHEMA_FIELD_MISSING", value="grid_layout")
         object.__setattr__(self, "_limit_map", dict(self.limits))
         object.__setattr__(self, "_careful_order", self.contiguous or self.aligned_strides)
         quantized_only = bool(self.quant_formats) and "unquantized" not in self.features
@@ -240,12 +233,9 @@ class KernelSpec(Plain):
             if self.supported_generations and device.gpu_generation not in self.supported_generations:
                 names = sorted(g.name for g in self.supported_generations)
                 found.append(reason("GENERATION_UNSUPPORTED", device.gpu_generation.name, names))
-            if self.instruction_families and not self.instruction_families & device.instruction_families:
-                found.append(
-                    reason(
-                        "INSTRUCTION_FAMILY_MISSING", device.instruction_families or "none", self.instruction_families
-                    )
-                )
+            families = self.instruction_families
+            if families and not families & device.instruction_families:
+                found.append(reason("INSTRUCTION_FAMILY_MISSING", device.instruction_families or "none", families))
         if device.platform is Platform.CPU:
             missing = self.cpu_features - device.cpu_features
             if missing:
@@ -325,12 +315,9 @@ class KernelSpec(Plain):
             value = ctx.dim(name)
             if value is not None and not (paired and name.startswith("head_dim")):
                 found.extend(limit.problems(name, value))
-        if ctx._uneven:
-            head_dim, head_dim_v = ctx.head_dim, ctx.dim("head_dim_v")
-            if not paired and "head_dim_v" not in self.features:
-                found.append(
-                    reason("HEAD_DIM_MISMATCH", f"{head_dim} and {head_dim_v}", "equal head dims for key and value")
-                )
+        if ctx._uneven and not paired and "head_dim_v" not in self.features:
+            dims = f"{ctx.head_dim} and {ctx.dim('head_dim_v')}"
+            found.append(reason("HEAD_DIM_MISMATCH", dims, "equal head dims for key and value"))
         if not found and isinstance(self.grid_layout, tuple) and ctx.device.platform is Platform.CUDA:
             grid = tuple(formula(lambda name: ctx.dim(name) or 0) for formula in self.grid_layout)
             found.extend(self.validate_launch_config(ctx.device, grid))
@@ -340,12 +327,9 @@ class KernelSpec(Plain):
         found: list[Reason] = []
         if ctx.layout is not None and self.layouts and ctx.layout not in self.layouts:
             found.append(reason("LAYOUT_UNSUPPORTED", ctx.layout, self.layouts))
-        if (
-            ctx.kv_cache_layout is not None
-            and self.kv_cache_layouts
-            and ctx.kv_cache_layout not in self.kv_cache_layouts
-        ):
-            found.append(reason("KV_CACHE_LAYOUT_MISMATCH", ctx.kv_cache_layout, self.kv_cache_layouts))
+        cache = ctx.kv_cache_layout
+        if cache is not None and self.kv_cache_layouts and cache not in self.kv_cache_layouts:
+            found.append(reason("KV_CACHE_LAYOUT_MISMATCH", cache, self.kv_cache_layouts))
         if self.stride_last_dim is not None and ctx.strides.last != self.stride_last_dim:
             found.append(reason("STRIDE_LAST_DIM", ctx.strides.last, self.stride_last_dim))
         if self.contiguous and not self._contiguous_for(ctx):
@@ -388,9 +372,7 @@ class KernelSpec(Plain):
         for size, limit in zip(grid, device.max_grid, strict=False):
             if size > limit:
                 found.append(reason("CUDA_BLOCK_LIMIT_EXCEEDED", size, limit))
-        threads = 1
-        for size in block:
-            threads *= size
+        threads = math.prod(block)
         if threads > device.max_threads_per_block:
             found.append(reason("LAUNCH_CONFIG_INVALID", threads, device.max_threads_per_block))
         return found

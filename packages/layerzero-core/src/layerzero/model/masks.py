@@ -84,7 +84,6 @@ class ChunkMask:
     requires_grad: ClassVar[bool] = False
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """None inside."""
         return ()
 
     def hot_key(self) -> tuple[object, ...]:
@@ -92,7 +91,6 @@ class ChunkMask:
         return (ChunkMask, self.size)
 
     def dims(self) -> dict[str, int]:
-        """Sizes that a kernel's limits may name."""
         return {"mask_chunk": self.size}
 
     def check(self, dims: Mapping[str, int], rank: int, window: Any) -> None:
@@ -101,7 +99,6 @@ class ChunkMask:
             raise invalid("MASK_WITH_WINDOW", "chunk_mask", str(window))
 
     def dense(self, rows: int, cols: int, device: torch.device | None = None) -> Tensor:
-        """The boolean mask [rows, cols]: True may be attended."""
         import torch
 
         query = torch.arange(rows, device=device).unsqueeze(-1) + (cols - rows)

@@ -180,14 +180,9 @@ class QuantizedTensor:
         return made
 
     def to(self, device: torch.device | str) -> QuantizedTensor:
-        point, overall = self.zero_point, self.tensor_scale
-        return replace(
-            self,
-            data=self.data.to(device),
-            scale=self.scale.to(device),
-            zero_point=None if point is None else point.to(device),
-            tensor_scale=None if overall is None else overall.to(device),
-        )
+        parts = {name: getattr(self, name) for name in ("data", "scale", "zero_point", "tensor_scale")}
+        moved: dict[str, Any] = {name: part if part is None else part.to(device) for name, part in parts.items()}
+        return replace(self, **moved)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors inside, for device and mode checks."""

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-from layerzero.op_tables import OP_TABLES
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+
+# Where the ops there are can be looked up from below them: tables by name, filled from above.
+OP_TABLES: list[Mapping[str, Any]] = []
 
 
 class HitMode(enum.StrEnum):
@@ -165,3 +168,29 @@ def _generic(name: str) -> Tolerance:
     if name not in _GENERIC:
         raise ValueError(f"no tolerance for dtype {name!r}; known: {', '.join(sorted(_GENERIC | _ROWS['attention']))}")
     return _GENERIC[name]
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Inside the block float32 matrix products are computed in float32, on every device; then the settings return."""
+    import torch
+
+    # torch has an old and a new set of switches, and refuses to answer through the old ones once both were used.
+    try:
+        word = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        switches = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+        before = [switch.fp32_precision for switch in switches]
+        for switch in switches:
+            switch.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            for switch, old in zip(switches, before, strict=True):
+                switch.fp32_precision = old
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(word)

@@ -40,8 +40,8 @@ Rules that keep everybody safe:
 """
 
 from layerzero.errors import BackendNotAvailableError, CapabilitiesError, InvalidInputError, PluginError
+from layerzero.model.artifact import CompileOrder, NeedsDevice
 from layerzero.model.checks import expect_rank, expect_shape, expect_tensor, simple_context
-from layerzero.model.compile_order import CompileOrder, NeedsDevice
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import KernelSpec, Limit

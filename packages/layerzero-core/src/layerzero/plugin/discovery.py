@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import importlib_metadata
 
-from layerzero.device.dists import first_version, identity, there
+from layerzero.device.signature import identity, installed_version, there
 from layerzero.env import Env
 from layerzero.plugin.spec import ENTRY_POINT_GROUP
 from layerzero.version import __version__
@@ -115,7 +115,6 @@ class Unreadable:
         self.value = "entry_points.txt"
 
     def load(self) -> Any:
-        """Raise what the parser raised."""
         raise ValueError(f"entry_points.txt cannot be parsed: {self.error}")
 
 
@@ -143,7 +142,7 @@ def _matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
 @lru_cache(maxsize=256)
 def dist_version(dist: str) -> str | None:
     """The version of the first distribution of the name on the path that has one; None when it is not installed."""
-    return first_version(importlib_metadata.distributions(name=dist, path=there(tuple(sys.path))))
+    return installed_version(dist)
 
 
 def forget_versions() -> None:
@@ -161,30 +160,17 @@ def dist_version_on(dist: str, path: Iterable[str]) -> str | None:
 
 # The distributions that an install hint may name: ours, the vendors our packages were written for, and installed ones.
 # Any other name may belong to nobody or to anybody on a package index: it is named as what it is, never as a command.
-_BACKENDS = (
-    "accel",
-    "cpu",
-    "flashattn",
-    "flashinfer",
-    "hub",
-    "liger",
-    "linear-attention",
-    "tokenizers",
-    "triton",
-    "xformers",
-)
-OURS = frozenset(
-    f"layerzero-{name}" for name in ("core", "hostile", "kernels", "models", "tune", "verify", "vllm", *_BACKENDS)
-)
+OURS = frozenset(f"layerzero-{name}" for name in (
+    "core", "hostile", "kernels", "models", "tune", "verify", "vllm",
+    "accel", "cpu", "flashattn", "flashinfer", "hub", "liger", "linear-attention", "tokenizers", "triton", "xformers",
+))  # fmt: skip
 # What the packages above and the core itself call, under the names their authors publish.
-VENDORS = frozenset(
-    {
-        *("torch", "transformers", "diffusers", "cryptography", "prometheus-client", "opentelemetry-api"),
-        *("flash-attn", "flash-attn-3", "flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl"),
-        *("flashinfer-python", "sglang", "sgl-kernel", "xformers", "liger-kernel", "fla-core", "triton"),
-        *("tokenizers", "tiktoken", "sentencepiece", "kernels", "model-signing"),
-    }
-)
+VENDORS = frozenset({
+    "torch", "transformers", "diffusers", "cryptography", "prometheus-client", "opentelemetry-api",
+    "flash-attn", "flash-attn-3", "flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl",
+    "flashinfer-python", "sglang", "sgl-kernel", "xformers", "liger-kernel", "fla-core", "triton",
+    "tokenizers", "tiktoken", "sentencepiece", "kernels", "model-signing",
+})  # fmt: skip
 
 
 def is_known(dist: str) -> bool:

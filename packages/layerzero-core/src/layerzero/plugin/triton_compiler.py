@@ -23,7 +23,7 @@ from triton.runtime import build, driver
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-from layerzero.model.compile_order import CompileOrder, NeedsDevice
+from layerzero.model.artifact import CompileOrder, NeedsDevice
 from layerzero.model.device import DeviceSpec
 
 _log = logging.getLogger("layerzero.jit")

@@ -1,4 +1,4 @@
-"""Policy files and mappings → PolicyLayer, and where files are looked for.
+"""Policy files and mappings → PolicyLayer, where files are looked for, and how one is watched for changes.
 
 YAML and TOML are imported inside the functions: a process without a policy file never loads them.
 """
@@ -17,15 +17,7 @@ from layerzero.errors import ConfigurationError, PolicyValidationError, nearest
 from layerzero.kinds import Place, Problem, spell
 from layerzero.model.config import Rule
 from layerzero.policy.layers import Level, PolicyLayer
-from layerzero.policy.parse import (
-    MAX_BYTES,
-    MAX_NODES,
-    Parsed,
-    parse_toml,
-    parse_yaml,
-    texts_in,
-    too_large,
-)
+from layerzero.policy.parse import MAX_BYTES, MAX_NODES, Parsed, parse_toml, parse_yaml, refusal, texts_in, too_large
 from layerzero.policy.rules import parse_conditions
 from layerzero.reasons import ReasonCode
 
@@ -51,46 +43,44 @@ class Found(NamedTuple):
 def read_bytes(path: str | os.PathLike[str]) -> bytes:
     """The content of a policy file. Refuses what is missing, no regular file, or too large, before reading it all."""
     name = os.fspath(path)
+    descriptor = None
     try:
         # O_NONBLOCK: opening a FIFO must not wait for a writer that never comes.
         descriptor = os.open(name, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    except FileNotFoundError:
-        raise ConfigurationError(code=ReasonCode.CONFIG_FILE_MISSING, value=name) from None
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"cannot read {name}: {error}", value=name, limit="a readable file") from None
-    try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ConfigurationError(f"{name} is not a regular file", value=name, limit="a regular file")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             raw = file.read(MAX_BYTES + 1)
-    except OSError as error:
+    except FileNotFoundError:
+        raise ConfigurationError(code=ReasonCode.CONFIG_FILE_MISSING, value=name) from None
+    except (OSError, ValueError) as error:
         raise ConfigurationError(f"cannot read {name}: {error}", value=name, limit="a readable file") from None
     finally:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
     if len(raw) > MAX_BYTES:
         raise too_large(raw, name)
     return raw
 
 
-def load_file(
-    path: str | os.PathLike[str], *, trusted: bool = True, known_fields: Collection[str] | None = None
-) -> PolicyLayer:
+def load_file(path: str | os.PathLike[str], *, trusted: bool = True) -> PolicyLayer:
     """The layer a file speaks. The name decides the format: .yaml, .yml, .toml; pyproject.toml gives [tool.layerzero].
 
-    `known_fields`, when given, are the context fields a rule may name. Raises PolicyValidationError with line and key.
+    Raises PolicyValidationError with line and key.
     """
-    return from_bytes(read_bytes(path), os.fspath(path), trusted=trusted, known_fields=known_fields)
+    return from_bytes(read_bytes(path), os.fspath(path), trusted=trusted)
 
 
-def from_bytes(
-    raw: bytes, name: str, *, trusted: bool = True, known_fields: Collection[str] | None = None
-) -> PolicyLayer:
+def from_bytes(raw: bytes, name: str, *, trusted: bool = True) -> PolicyLayer:
     """`load_file` for content that is already read."""
-    return _layer(_parsed(raw, name), Level.FILE, trusted, known_fields)
+    return _layer(_parsed(raw, name), Level.FILE, trusted)
 
 
 def mistakes(path: str | os.PathLike[str], *, known_fields: Collection[str] | None = None) -> list[ConfigurationError]:
-    """Everything that is wrong with a file, in its order; what cannot be read or parsed at all is one mistake."""
+    """Everything that is wrong with a file, in its order; what cannot be read or parsed at all is one mistake.
+
+    `known_fields`, when given, are the context fields a rule may name.
+    """
     try:
         parsed = _parsed(read_bytes(path), os.fspath(path))
     except ConfigurationError as error:
@@ -107,24 +97,18 @@ def _parsed(raw: bytes, name: str) -> Parsed:
     raise ConfigurationError(f"{name}: unknown kind of policy file", value=suffix, limit=".yaml, .yml or .toml")
 
 
-def from_mapping(
-    data: object,
-    *,
-    level: Level = Level.PROGRAMMATIC,
-    source: str = "configure",
-    known_fields: Collection[str] | None = None,
-) -> PolicyLayer:
+def from_mapping(data: object, *, source: str = "configure") -> PolicyLayer:
     """The layer a dict in the form of the file speaks."""
     if not isinstance(data, Mapping):
         kind = type(data).__name__
         raise PolicyValidationError(f"{source}: expected a mapping, got {kind}", key="", value=kind, limit="a mapping")
-    return _layer(Parsed(source, dict(data), {}), level, True, known_fields)
+    return _layer(Parsed(source, dict(data), {}), Level.PROGRAMMATIC, True)
 
 
-def _layer(parsed: Parsed, level: Level, trusted: bool, known_fields: Collection[str] | None) -> PolicyLayer:
+def _layer(parsed: Parsed, level: Level, trusted: bool) -> PolicyLayer:
     from layerzero.policy.schema import FILE
 
-    for mistake in _mistakes(parsed, trusted, known_fields):  # the one that stands first in the file
+    for mistake in _mistakes(parsed, trusted, None):  # the one that stands first in the file
         raise mistake
     said = FILE.spelled_out(parsed.data)
     rules = [_rule(parsed, index, entry) for index, entry in enumerate(said.pop("rules", ()))]
@@ -197,8 +181,7 @@ def _unknown(parsed: Parsed, place: Place, known: Collection[str], what: str) ->
 
 def _problem(parsed: Parsed, place: Place, text: str, **kwargs: Any) -> PolicyValidationError:
     line = parsed.line_of(place) if parsed.lines else None
-    where = f"{parsed.name}:{line}" if line else parsed.name
-    return PolicyValidationError(f"{where}: {text}", line=line, key=spell(place), **kwargs)
+    return refusal(parsed.name, line, spell(place), text, **kwargs)
 
 
 def _widening(parsed: Parsed) -> Iterator[PolicyValidationError]:
@@ -262,15 +245,53 @@ def _speaks(path: Path) -> bool:
         return False
 
 
-def load_discovered(
-    env: Env,
-    *,
-    cwd: Path | None = None,
-    user_dir: Path | None = None,
-    known_fields: Collection[str] | None = None,
-) -> tuple[PolicyLayer, ...]:
+def load_discovered(env: Env, *, cwd: Path | None = None, user_dir: Path | None = None) -> tuple[PolicyLayer, ...]:
     """All discovered files as layers, weakest first, ready for `merge`."""
-    return tuple(
-        load_file(found.path, trusted=found.trusted, known_fields=known_fields)
-        for found in discover(env, cwd=cwd, user_dir=user_dir)
-    )
+    found = discover(env, cwd=cwd, user_dir=user_dir)
+    return tuple(load_file(item.path, trusted=item.trusted) for item in found)
+
+
+# -- watching a file: a change is noticed, and the last good policy kept when the new one is bad ----------------------
+class Reload(NamedTuple):
+    """What a poll found. On an error `layer` is still the last good one."""
+
+    layer: PolicyLayer
+    changed: bool = False
+    error: ConfigurationError | None = None
+
+
+class FileWatch:
+    """One watched file. The first load raises when the file is bad; later polls never do.
+
+    Polling is the caller's: `poll()` costs one stat while nothing changes. An error is reported once per change.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._stamp = self._look()
+        self._raw: bytes | None = read_bytes(self.path)
+        self.layer = from_bytes(self._raw, str(self.path))
+
+    def _look(self) -> tuple[int, int] | None:
+        try:
+            status = os.stat(self.path)
+        except OSError:
+            return None  # so that its return is a change
+        return status.st_mtime_ns, status.st_size
+
+    def poll(self) -> Reload:
+        """Look once. Call it from a timer, a request boundary or `lz.reload_config`."""
+        now = self._look()
+        if now == self._stamp:
+            return Reload(self.layer)
+        self._stamp = now
+        before, self._raw = self._raw, None
+        try:
+            self._raw = read_bytes(self.path)
+            if self._raw == before:  # rewritten with equal content
+                return Reload(self.layer)
+            layer = from_bytes(self._raw, str(self.path))
+        except ConfigurationError as error:
+            return Reload(self.layer, error=error)
+        changed, self.layer = layer != self.layer, layer
+        return Reload(layer, changed)

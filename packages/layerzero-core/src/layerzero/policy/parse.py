@@ -49,9 +49,10 @@ def texts_in(data: Any, place: Place = ()) -> Iterator[tuple[Place, str]]:
             yield from texts_in(item, (*place, index))
 
 
-def _refuse(
+def refusal(
     name: str, line: int | None, key: str | None, text: str, *, code: str = "POLICY_INVALID", **kwargs: Any
 ) -> PolicyValidationError:
+    """The refusal of a file at a line and key."""
     where = f"{name}:{line}" if line else name
     kwargs.setdefault("value", text)
     return PolicyValidationError(f"{where}: {text}", line=line, key=key, code=ReasonCode(code), **kwargs)
@@ -73,7 +74,7 @@ def too_large(raw: bytes, name: str) -> PolicyValidationError:
     head = raw[:MAX_BYTES].decode("utf-8", "replace")
     line = head.count("\n") + 1
     text = f"the file is longer than {MAX_BYTES >> 20} MiB"
-    return _refuse(
+    return refusal(
         name, line, _key_near(head, line), text, code="CONFIG_FILE_TOO_LARGE", value=name, limit=f"{MAX_BYTES} bytes"
     )
 
@@ -89,7 +90,7 @@ def _decode(raw: bytes, name: str) -> str:
         text = raw[: error.start].decode("utf-8", "replace")
         line, what = text.count("\n") + 1, f"byte 0x{raw[error.start]:02x}"
     if line:
-        raise _refuse(
+        raise refusal(
             name, line, _key_near(text, line), f"not a UTF-8 text file: {what}", value=what, limit="UTF-8 text"
         )
     return text
@@ -148,10 +149,10 @@ def parse_yaml(raw: bytes, name: str) -> Parsed:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
         problem = ", ".join(part for part in (error.context, error.problem) if part) or "not valid YAML"
-        raise _refuse(name, line, _key_near(text, line), problem) from None
+        raise refusal(name, line, _key_near(text, line), problem) from None
     except yaml.YAMLError as error:
         line = text.count("\n", 0, getattr(error, "position", 0)) + 1
-        raise _refuse(name, line, _key_near(text, line), str(error).splitlines()[0]) from None
+        raise refusal(name, line, _key_near(text, line), str(error).splitlines()[0]) from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -175,11 +176,11 @@ def _yaml_value(loader: Any, node: Any, place: Place, lines: dict[Place, int], n
                 spelled = key if isinstance(key, str) else "a collection"
                 # YAML 1.1 reads on, off, yes and no as booleans, so such a key needs quotes.
                 text = f"{spelled!r} is no text key; put it in quotes"
-                raise _refuse(name, key_line, spell((*place, str(spelled))), text, value=spelled, limit="a text key")
+                raise refusal(name, key_line, spell((*place, str(spelled))), text, value=spelled, limit="a text key")
             if key in mapping:
                 first = lines[(*place, key)]
                 text = f"duplicate key {key!r}, first given on line {first}"
-                raise _refuse(name, key_line, spell((*place, key)), text, value=key, limit="each key once")
+                raise refusal(name, key_line, spell((*place, key)), text, value=key, limit="each key once")
             lines[(*place, key)] = key_line
             mapping[key] = _yaml_value(loader, value_node, (*place, key), lines, name)
         return mapping
@@ -187,13 +188,13 @@ def _yaml_value(loader: Any, node: Any, place: Place, lines: dict[Place, int], n
         return loader.construct_object(node)
     except (ValueError, OverflowError) as error:  # an impossible date, a number of 5000 digits
         why = str(error).split(";")[0]
-        raise _refuse(name, line, spell(place), f"{spell(place)}: {why}", value=node.value[:60]) from None
+        raise refusal(name, line, spell(place), f"{spell(place)}: {why}", value=node.value[:60]) from None
 
 
 def _root(data: Any, name: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         kind = type(data).__name__
-        raise _refuse(name, 1, "", f"expected a mapping of keys at the top, got {kind}", value=kind, limit="a mapping")
+        raise refusal(name, 1, "", f"expected a mapping of keys at the top, got {kind}", value=kind, limit="a mapping")
     return data
 
 
@@ -216,9 +217,9 @@ def parse_toml(raw: bytes, name: str, table: Sequence[str] = ()) -> Parsed:
         found = _TOML_AT.search(str(error))
         line = int(found[1]) if found and found[1] else text.count("\n") + 1
         problem = _TOML_AT.sub("", str(error))
-        raise _refuse(name, line, _key_near(text, line), problem) from None
+        raise refusal(name, line, _key_near(text, line), problem) from None
     except (RecursionError, ValueError) as error:
-        raise _refuse(name, 1, _key_near(text, 1), f"not readable as TOML: {type(error).__name__}") from None
+        raise refusal(name, 1, _key_near(text, 1), f"not readable as TOML: {type(error).__name__}") from None
     lines = _toml_lines(text)
     for part in table:
         data = data.get(part, {}) if isinstance(data, dict) else data
@@ -240,7 +241,7 @@ def _bound_toml(text: str, name: str) -> None:
         if max(depth, dots) > MAX_DEPTH or nodes > MAX_NODES:
             line = quiet.count("\n", 0, found.start()) + 1
             what = f"more than {MAX_NODES} values" if nodes > MAX_NODES else f"nested deeper than {MAX_DEPTH} levels"
-            raise _refuse(name, line, _key_near(text, line), what)
+            raise refusal(name, line, _key_near(text, line), what)
 
 
 def _bound_tree(data: Any, name: str, lines: Mapping[Place, int]) -> None:
@@ -255,7 +256,7 @@ def _bound_tree(data: Any, name: str, lines: Mapping[Place, int]) -> None:
     if level:
         key = level[0][0]
         line = next((line for place, line in lines.items() if place[:1] == key), None)
-        raise _refuse(name, line, spell(key), f"nested deeper than {MAX_DEPTH} levels")
+        raise refusal(name, line, spell(key), f"nested deeper than {MAX_DEPTH} levels")
 
 
 def _toml_lines(text: str) -> dict[Place, int]:

@@ -12,8 +12,22 @@ from functools import lru_cache
 
 from layerzero.model.context import KEYABLE
 from layerzero.model.enums import Causal, GPUGeneration, InstructionFamily, Layout, Platform, QuantFormat
-from layerzero.registry.containers import Field, Record, either, list_of, map_of, tuple_of
-from layerzero.registry.kinds import EXPRESSION, FLAG, Kind, choice, nearest, number, text, whole
+from layerzero.registry.kinds import (
+    EXPRESSION,
+    FLAG,
+    Field,
+    Kind,
+    Record,
+    choice,
+    either,
+    list_of,
+    map_of,
+    nearest,
+    number,
+    text,
+    tuple_of,
+    whole,
+)
 
 SCHEMA_VERSION = "1.0"
 DEFAULT_API = ">=2,<3"

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
-from layerzero.errors import PluginError, UnknownNameError
+from layerzero.errors import PluginError, UnknownNameError, nearest
 from layerzero.model.context import Context
 from layerzero.model.enums import Platform
 from layerzero.model.kernel import BackendSpec, KernelSpec
-from layerzero.registry.kinds import nearest
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class KernelRegistry:
         try:
             return self.kernels[kernel_id]
         except KeyError:
-            near = nearest(kernel_id, list(self.kernels))
+            near = next(iter(nearest(kernel_id, self.kernels, 1)), None)
             hint = f"did you mean {near}?" if near else "lz list shows every kernel"
             raise UnknownNameError(
                 f"no kernel {kernel_id!r}", code="KERNEL_UNKNOWN", value=kernel_id, limit=near, hint=hint

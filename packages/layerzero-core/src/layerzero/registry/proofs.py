@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.errors import CapabilitiesError
-from layerzero.model.proof import KitProof
-from layerzero.registry.containers import Field, Record, list_of, map_of
-from layerzero.registry.kinds import choice, decoded, digest, fail, read, text
+from layerzero.model.situation import KitProof
+from layerzero.registry.kinds import Field, Record, choice, decoded, digest, fail, list_of, map_of, read, text
 
 SCHEMA_VERSION = "1.0"
 

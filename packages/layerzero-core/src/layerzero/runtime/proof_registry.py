@@ -19,7 +19,7 @@ from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import OpKind
 from layerzero.model.kernel import BackendSpec, KernelSpec
-from layerzero.model.proof import KitProof, kind_of
+from layerzero.model.situation import KitProof, kind_of
 from layerzero.plugin.discovery import normalized
 from layerzero.reasons import Reason, reason
 from layerzero.registry.proofs import load_proofs

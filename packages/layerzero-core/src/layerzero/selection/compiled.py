@@ -12,14 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from layerzero.model.decision import Candidate, Decision, Trace
+from layerzero.model.decision import SHIPPED, Candidate, Decision, Trace
 from layerzero.model.enums import Platform
-from layerzero.model.expectation import SHIPPED
 from layerzero.model.kernel import KernelSpec
-from layerzero.model.proof import kind_of
+from layerzero.model.situation import kind_of
 from layerzero.reasons import Reason, ReasonCode, reason
-from layerzero.selection.proven import unproven
-from layerzero.selection.world import World
+from layerzero.selection.world import World, unproven
 
 # Of an op that only moves memory an opaque kernel wins clearly where it takes less than half of what the compiled form
 # takes by itself: fused, that form saves up to one reading and one writing of what is between.

@@ -28,7 +28,7 @@ from layerzero.device.signature import family_of
 from layerzero.errors import CapabilitiesError, ConfigurationError
 from layerzero.files import write_whole
 from layerzero.model.kernel import BackendSpec, KernelSpec
-from layerzero.model.proof import words_of
+from layerzero.model.situation import words_of
 from layerzero.registry.kinds import decoded, read
 from layerzero.registry.proofs import SCHEMA_VERSION, beside, load_proofs, sealed, sources
 from layerzero_verify.testing.cases import Case
