@@ -41,7 +41,7 @@ from layerzero.version import __version__
 if TYPE_CHECKING:
     from layerzero import distributed, graphs
     from layerzero._ops.conversion import cast as cast
-    from layerzero._ops.feed_forward import mlp as mlp
+    from layerzero._ops.moe import mlp as mlp
     from layerzero._ops.gemma import gemma_add_rms_norm as gemma_add_rms_norm, gemma_rms_norm as gemma_rms_norm
     from layerzero._ops.grouped import grouped_attention as grouped_attention, grouped_batch as grouped_batch
     from layerzero._ops.loss import cross_entropy as cross_entropy
@@ -84,8 +84,7 @@ if TYPE_CHECKING:
         which,
     )
     from layerzero.public.planning import plan
-    from layerzero.public.traffic import record as record
-    from layerzero.public.warming import warmup as warmup
+    from layerzero.public.traffic import record as record, warmup as warmup
     from layerzero.runtime.observation import metrics as metrics, observe as observe, structured_logs as structured_logs
     from layerzero_models.drafts.ops import sample_speculative as sample_speculative, sample_tree as sample_tree
     from layerzero_models.drafts.trees import tree_mask as tree_mask, tree_positions as tree_positions
@@ -101,7 +100,7 @@ if TYPE_CHECKING:
     )
     from layerzero_models.transformers import enable_transformers as enable_transformers
     from layerzero_tokenizers.ops import detokenize as detokenize, tokenize as tokenize
-    from layerzero_tune.blocks.planning import plan_block as plan_block
+    from layerzero_tune.blocks.plan import plan_block as plan_block
     from layerzero_tune.freezing import compile as compile
     from layerzero_tune.tuning import solve as solve, tune
     from layerzero_verify.ladder import verify as verify
@@ -159,8 +158,7 @@ _LAZY_NAMES = {
     " unlock use_table",
     "public.inspection": "dry_run explain list_kernels list_ops select validate which",
     "public.planning": "plan",
-    "public.traffic": "record",
-    "public.warming": "warmup",
+    "public.traffic": "record warmup",
     "runtime.observation": "metrics observe structured_logs",
 }
 _LAZY = _LATE_OPS | {name: f"layerzero.{module}" for module, names in _LAZY_NAMES.items() for name in names.split()}

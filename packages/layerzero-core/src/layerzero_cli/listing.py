@@ -45,7 +45,7 @@ def list_(op: str | None, backend: str | None, available: bool | None, page: boo
     if available is not None:
         found = [(kernel, why) for kernel, why in found if (not why) is available]
     from layerzero.public.check_backends import standing
-    from layerzero.public.situation import look
+    from layerzero.public.checks import look
 
     now = look()
     proofs = {kernel.kernel_id: standing(kernel, now) for kernel, _ in found}

@@ -146,8 +146,7 @@ def _warnings(file: Path) -> list[Any]:
     from layerzero.policy.layers import merge
     from layerzero.policy.load import load_file, mistakes
     from layerzero.public.check_policy import named_nothing, required, similar
-    from layerzero.public.checks import Check, Status
-    from layerzero.public.situation import look
+    from layerzero.public.checks import Check, Status, look
     from layerzero.reasons import ReasonCode
 
     world = look().world

@@ -52,7 +52,7 @@ def warmup(
     if (source is None) is (unpack is None):
         raise click.UsageError("give SOURCE, or --unpack FILE alone")
     from layerzero.companions import part
-    from layerzero.public.warming import manifest, warmup
+    from layerzero.public.traffic import manifest, warmup
 
     if unpack is not None:
         return _packed("installed from", unpack, part("warmup.unpack")(unpack, key=key))

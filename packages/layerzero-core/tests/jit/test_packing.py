@@ -18,7 +18,7 @@ import layerzero as lz
 from layerzero.errors import ConfigurationError, LayerZeroError
 from layerzero.jit import cache as jit_cache
 from layerzero.jit.index import Index
-from layerzero.public.warming import manifest as warmup_manifest
+from layerzero.public.traffic import manifest as warmup_manifest
 from layerzero.runtime.state import state
 from layerzero.tables.signing import sign
 from layerzero_cli.root import cli

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 import layerzero as lz
 from layerzero.dispatch import compiling as jit
 from layerzero.errors import ConfigurationError, InvalidInputError
-from layerzero.public.warming import manifest
+from layerzero.public.traffic import manifest
 from layerzero.recording.traffic import Recorded
 from layerzero.runtime.state import state
 from layerzero.startup.manifest import Item, Manifest, mark_critical

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 
-from layerzero.device.enums import Platform
+from layerzero.device.spec import Platform
 from layerzero.errors import did_you_mean
 from layerzero.isolation.proxy import settings_for
 from layerzero.model.device import DeviceSpec
@@ -16,8 +16,7 @@ from layerzero.model.kernel import BackendSpec, KernelSpec
 from layerzero.plugin.discovery import dist_version, is_known
 from layerzero.plugin.manager import PluginRecord, PluginState, load_plugins
 from layerzero.plugin.probing import ProbeResult, probe
-from layerzero.public.checks import Check, Status, some_of
-from layerzero.public.situation import Situation, verdict_on
+from layerzero.public.checks import Check, Situation, Status, some_of, verdict_on
 from layerzero.reasons import ReasonCategory, ReasonCode, reason
 from layerzero.registry.capabilities import Capabilities
 from layerzero.runtime.proof_registry import proof_registry
@@ -96,13 +95,12 @@ def vendors(now: Situation, only: str | None, timeout: float | None) -> list[Che
 
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         results = dict(zip(asked, pool.map(ask, asked), strict=True))
-    checks = [
-        judge_probe(backend, specs.get(backend), record, results[backend])
-        if backend in results
-        else _promise(backend, specs.get(backend), now.device)
-        for record, backend in named
-    ]
-    return [_isolated(now, backend, check) for (_, backend), check in zip(named, checks, strict=True)]
+    checks = []
+    for record, backend in named:
+        spec, result = specs.get(backend), results.get(backend)
+        judged = judge_probe(backend, spec, record, result) if result else _promise(backend, spec, now.device)
+        checks.append(_isolated(now, backend, judged))
+    return checks
 
 
 def _isolated(now: Situation, backend: str, check: Check) -> Check:
@@ -125,7 +123,7 @@ def _absent(spec: BackendSpec | None, known: Capabilities | None) -> bool:
 
 def _promise(name: str, spec: BackendSpec | None, device: DeviceSpec) -> Check:
     if spec is None or spec.available:
-        version = f"{spec.vendor} {spec.vendor_version}, " if spec is not None and spec.vendor_version else ""
+        version = f"{spec.vendor} {spec.vendor_version}, " if spec and spec.vendor_version else ""
         return Check("backends", name, Status.OK, f"{version}available by its metadata (not probed)")
     if spec.platforms == {Platform.CPU} and device.platform is not Platform.CPU:  # nobody beside a GPU misses it
         return Check.because("backends", name, Status.SKIP, spec.reasons[0])
@@ -154,9 +152,10 @@ def judge_probe(name: str, spec: BackendSpec | None, record: PluginRecord, resul
         return Check.because("backends", name, Status.FAIL, why, _reinstall(record))
     mine = [kernel for kernel in record.kernels if kernel.startswith(f"{name}.")]
     brings = f"{len(status.kernels)} of {len(mine)} kernels usable on this device" if mine else "brings no kernels"
-    words = [brings, _self_test(result)]
-    if status.version:
-        words.insert(0, status.version)
+    health = "no self test" if result.health is None else "self test passed"
+    if result.health is not None and result.health.max_error is not None:
+        health += f" (largest error {result.health.max_error:.1e})"
+    words = [*filter(None, [status.version]), brings, health]
     if status.reasons:  # usable, but not wholly: an adapter that cannot be imported
         why = status.reasons[0]
         message = f"{', '.join(words)}; {why.message}"
@@ -192,13 +191,6 @@ def _reinstall(record: PluginRecord) -> str:
     return f"pip install --force-reinstall {record.dist}, or {deny}" if record.dist else deny
 
 
-def _self_test(result: ProbeResult) -> str:
-    if result.health is None:
-        return "no self test"
-    error = "" if result.health.max_error is None else f" (largest error {result.health.max_error:.1e})"
-    return f"self test passed{error}"
-
-
 # -- clashes -----------------------------------------------------------------------------------------------------
 def clashes(now: Situation) -> list[Check]:
     """Kernels or backends that two plugins claim, and vendor packages that do not go together."""
@@ -218,19 +210,17 @@ def clashes(now: Situation) -> list[Check]:
     return checks or [Check("conflicts", "kernels", Status.OK, "every kernel id and backend has one owner")]
 
 
-def _quarrels(now: Situation) -> list[Check]:
+def _quarrels(now: Situation) -> Iterator[Check]:
     """Vendors that cannot share this process, with the exact fix; those that run in their own are only named."""
-    checks: list[Check] = []
     for name, spec in sorted(now.world.registry.backends.items()):
         for why in spec.reasons:
             if why.code not in (ReasonCode.BACKEND_CONFLICT, ReasonCode.CUDA_VERSION_MISMATCH):
                 continue
             if name in now.world.enclosed:
                 message = f"{why.message}; it runs isolated, in its own process"
-                checks.append(Check("conflicts", name, Status.OK, message, why.code))
+                yield Check("conflicts", name, Status.OK, message, why.code)
             else:
-                checks.append(Check.because("conflicts", name, Status.WARN, why, why.hint))
-    return checks
+                yield Check.because("conflicts", name, Status.WARN, why)
 
 
 def _release(version: str, parts: int) -> list[str]:

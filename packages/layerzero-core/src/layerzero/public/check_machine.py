@@ -22,8 +22,7 @@ from layerzero.model.enums import Platform
 from layerzero.plugin.discovery import CORE_DIST, dist_version
 from layerzero.policy.load import discover, load_file
 from layerzero.policy.rules import matches_any
-from layerzero.public.checks import Check, Status
-from layerzero.public.situation import Situation, verdict_on
+from layerzero.public.checks import Check, Situation, Status, verdict_on
 from layerzero.reasons import ReasonCode, reason
 from layerzero.runtime.crashes import place, set_aside
 from layerzero.runtime.state import state

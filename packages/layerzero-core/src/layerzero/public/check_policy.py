@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,11 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.plugin.manager import PluginState
 from layerzero.plugin.probing import ProbeResult, probe
 from layerzero.plugin.vendor import hardware_reasons
+from layerzero.policy.layers import from_env, merge
+from layerzero.policy.load import discover, from_mapping, load_file
 from layerzero.policy.rules import matches
-from layerzero.public.checks import Check, Status
-from layerzero.public.situation import Situation, policy_from, verdict_on
+from layerzero.public.check_machine import health, misspelt
+from layerzero.public.checks import Check, ReadinessReport, Situation, Status, some_of, verdict_on
 from layerzero.reasons import Reason, ReasonCategory, ReasonCode, reason
 from layerzero.runtime.state import state
 from layerzero.selection.world import World
@@ -27,29 +30,25 @@ from layerzero.selection.world import World
 if TYPE_CHECKING:
     from layerzero.jit.index import Entry
 
+
 Config = str | os.PathLike[str] | Mapping[str, Any] | None
 
 
-def readiness(now: Situation, config: Config, production: bool = False) -> tuple[list[Check], dict[str, Any]]:
+def readiness(now: Situation, config: Config, production: bool) -> ReadinessReport:
     """All checks, cheap ones first, and the numbers of the caches."""
-    checks = [*_schemas(now)]
     policy, told = _policy(now, config)
-    checks += told
+    world = now.world if policy is None else now.world.changed(policy=policy)
+    checks = [*_schemas(now), *told]
     if policy is None:
         checks.append(Check("kernels", "required", Status.SKIP, "the policy is not valid, so nothing is known to be"))
     else:
-        checks += _kernels(now, now.world.changed(policy=policy), policy)
-        checks += _hub(now, policy)
+        checks += [*_kernels(now, world, policy), *_hub(now, policy)]
     selection, hot = state.cache.stats().to_json(), len(now.world.hot)
-    caches = {"selection": selection, "hot_entries": hot, "counters": state.counters.to_json()}
-    checks.append(_caches(selection, hot))
-    world = now.world if policy is None else now.world.changed(policy=policy)
-    checks.append(table(now, world))
+    checks += [_caches(selection, hot), table(now, world)]
     if production:
-        from layerzero.public.check_production import production as strict
-
-        checks += strict(now, world, policy)
-    return checks, caches
+        checks += _production(now, world, policy)
+    caches = {"selection": selection, "hot_entries": hot, "counters": state.counters.to_json()}
+    return ReadinessReport(tuple(checks), caches)
 
 
 # -- schemas and policy ------------------------------------------------------------------------------------------
@@ -74,7 +73,8 @@ def _policy(now: Situation, config: Config) -> tuple[Policy | None, list[Check]]
     wrong = [Check.error("policy", "variable", error) for error in now.wrong]
     try:
         if config is not None:
-            policy = policy_from(config, now.env)
+            layer = from_mapping(config, source="readiness_check") if isinstance(config, Mapping) else load_file(config)
+            policy = merge((layer, from_env(now.env)))
         elif now.problem is not None:
             raise now.problem
         else:
@@ -92,7 +92,7 @@ def named_nothing(policy: Policy, world: World) -> list[Check]:
     """Patterns and conditions that match nothing here: legal, and usually a misspelling."""
     kernels = world.registry.kernels.values()
     checks: list[Check] = []
-    for key, pattern in _patterns(policy):
+    for key, pattern in dict.fromkeys(_patterns(policy)):
         # An exact id in an allow list is a wish for that kernel, not a filter: it is among the required ones.
         asked = key == "allow" and is_kernel_id(pattern)
         if asked or any(matches(pattern, kernel.kernel_id, kernel.backend) for kernel in kernels):
@@ -108,19 +108,10 @@ def named_nothing(policy: Policy, world: World) -> list[Check]:
 
 
 def _patterns(policy: Policy) -> Iterator[tuple[str, str]]:
-    seen: set[tuple[str, str]] = set()
     for rule in policy.program:
-        lists = (
-            ("allow", rule.allow or ()),
-            ("deny", rule.deny),
-            ("prefer", rule.prefer),
-            ("avoid", rule.avoid),
-            ("boosts", tuple(pattern for pattern, _ in rule.boosts)),
-        )
-        for item in ((key, pattern) for key, patterns in lists for pattern in patterns):
-            if item not in seen:
-                seen.add(item)
-                yield item
+        for key in ("allow", "deny", "prefer", "avoid"):
+            yield from ((key, pattern) for pattern in getattr(rule, key) or ())
+        yield from (("boosts", pattern) for pattern, _ in rule.boosts)
 
 
 def similar(name: str, known: Iterable[str]) -> str:
@@ -316,7 +307,7 @@ def table(now: Situation, world: World, group: str = "caches") -> Check:
         return Check(group, name, Status.WARN, f"{named} is not in force: {cause}", None, fix)
     if held is None:
         return Check(group, name, Status.SKIP, "none is configured")
-    from layerzero.selection.following import objections
+    from layerzero.selection.engine import objections
 
     wrong = [objections(held, world, device) for device in now.devices]
     if all(wrong):
@@ -332,3 +323,69 @@ def _caches(numbers: Mapping[str, Any], hot: int) -> Check:
     rate = f", {numbers['hits'] / asked:.0%} hits of {asked}" if asked else ", not asked yet"
     told = f"{numbers['entries']} of {numbers['max_entries']} entries{rate}; {hot} hot"
     return Check("caches", "selection", Status.OK, told)
+
+
+# -- production --------------------------------------------------------------------------------------------------
+# What is merely worth a warning elsewhere fails here: a server that starts is expected to stay as it was tested.
+# Nothing compiles while requests wait, nothing is measured beside them, no setting is misspelt, no kernel is known to
+# have taken a process down.
+_GROUP = "production"
+
+
+def _production(now: Situation, world: World, policy: Policy | None) -> list[Check]:
+    """Every check; one that has nothing to say is a line that says so."""
+    if policy is None:
+        return [Check(_GROUP, "production", Status.SKIP, "the policy is not valid")]
+    # An entry of a kernel that this policy denies, or that another version has replaced, stands in nobody's way.
+    unwell = (check for check in health(now, policy=policy) if check.status in (Status.WARN, Status.FAIL))
+    found = [replace(check, group=_GROUP, status=Status.FAIL) for check in unwell]
+    found += [*_settings(now), *_compiling(now, world, policy), *_measuring(policy)]
+    if not any(check.status in (Status.FAIL, Status.WARN) for check in found):
+        found.append(Check(_GROUP, "production", Status.OK, "nothing compiles, measures or fails beside requests"))
+    return found
+
+
+def _settings(now: Situation) -> Iterator[Check]:
+    yield from misspelt(_GROUP, now, Status.FAIL)
+    if now.env.debug:
+        fix = "unset LAYERZERO_DEBUG"
+        yield Check(_GROUP, "variable", Status.WARN, "LAYERZERO_DEBUG checks plans at each call", None, fix)
+    # A policy that merely lies in the working directory is another one when the service starts elsewhere.
+    for found in discover(now.env):
+        if not found.trusted:
+            fix = f"name it: LAYERZERO_CONFIG={found.path}"
+            message = f"{found.path.name} was found in the working directory"
+            yield Check(_GROUP, "policy file", Status.WARN, message, ReasonCode.PATH_NOT_TRUSTED, fix)
+
+
+def _compiling(now: Situation, world: World, policy: Policy) -> Iterator[Check]:
+    """No request waits for a compiler, and what would be compiled beside requests is compiled before."""
+    if policy.jit == "block":
+        fix = "jit: background or off, and lz warmup before the first request"
+        message = "jit is block: a request that meets a new size waits for the compiler"
+        yield Check(_GROUP, "jit", Status.FAIL, message, ReasonCode.JIT_NOT_READY, fix)
+    here = {environment_signature(device) for device in now.devices}
+    ready = {artifact[0] for artifact in world.ready if artifact[1][1] in here}
+    missing = []
+    for kernel in world.registry.kernels.values():
+        if not kernel.jit or kernel.kernel_id in ready or not world.registry.available(kernel.backend):
+            continue
+        verdict = verdict_on(kernel, policy)
+        # A kernel that nobody prefers and that was made for comparison has a negative priority.
+        if now.fits(kernel) and verdict.allowed and verdict.denied_by is None and kernel.priority + verdict.bonus > 0:
+            missing.append(kernel.kernel_id)
+    if missing and policy.jit != "off":
+        message = f"{len(missing)} kernels that may be chosen have no compiled artifact: {some_of(missing, 5)}"
+        fix = "lz warmup MODEL on this machine, ship the cache in LAYERZERO_JIT_CACHE_DIR, or set jit: off"
+        yield Check(_GROUP, "jit cache", Status.FAIL, message, ReasonCode.JIT_NOT_READY, fix)
+    for artifact, failed in world.uncompilable.items():
+        name = artifact if isinstance(artifact, str) else artifact[0]
+        yield Check.because(_GROUP, f"jit {name}", Status.FAIL, failed, "lz warmup --retry, or deny the kernel")
+
+
+def _measuring(policy: Policy) -> Iterator[Check]:
+    if policy.setting("perfdb.auto_tune"):
+        fix = "perfdb: {auto_tune: false}; tune before, with lz tune"
+        yield Check(_GROUP, "perfdb", Status.WARN, "kernels are measured beside requests (auto_tune)", None, fix)
+    if state.tally is not None:
+        yield Check(_GROUP, "recording", Status.WARN, "calls are recorded", None, "unset LAYERZERO_RECORD")

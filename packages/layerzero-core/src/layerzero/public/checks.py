@@ -8,13 +8,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from layerzero import env as environment
+from layerzero._ops.signature import PUBLIC
+from layerzero.device.probe import probe_devices
+from layerzero.dispatch.run import current_world
+from layerzero.env import Env
 from layerzero.errors import LayerZeroError
 from layerzero.json_form import Plain
+from layerzero.model.config import Policy
+from layerzero.model.device import DeviceSpec
+from layerzero.model.kernel import KernelSpec
+from layerzero.plugin.manager import PluginRecord, load_plugins
+from layerzero.plugin.vendor import hardware_reasons
+from layerzero.policy.rules import Verdict, evaluate
 from layerzero.reasons import Reason, ReasonCode
+from layerzero.runtime.state import state
+from layerzero.selection.world import World
 
 
 class Status:
@@ -89,7 +102,21 @@ class _Report:
         return f"{self.title}: {'ok' if self.ok else 'problems found'} ({words})"
 
     def __str__(self) -> str:
-        return "\n".join([*_lines(self.checks), "", self.summary()])
+        lines: list[str] = []
+        group = ""
+        for check in self.checks:
+            if check.group != group:
+                group = check.group
+                lines += ["", group] if lines else [group]
+            code = f"{check.code.value}: " if check.code is not None else ""
+            lines.append(f"  {check.status:<5} {check.name:<22} {code}{check.message}".rstrip())
+            if check.fix:
+                lines.append(f"        fix: {check.fix}")
+        return "\n".join([*lines, "", *self._after(), self.summary()])
+
+    def _after(self) -> Sequence[str]:
+        """Lines between the checks and the summary."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -102,10 +129,9 @@ class DoctorReport(_Report):
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "libraries": dict(self.libraries)}
 
-    def __str__(self) -> str:
-        versions = "\n".join(f"  {name:<16}{version or '-'}" for name, version in self.libraries.items())
-        body = "\n".join(_lines(self.checks))
-        return f"{body}\n\nlibraries\n{versions}\n\n{self.summary()}" if versions else f"{body}\n\n{self.summary()}"
+    def _after(self) -> Sequence[str]:
+        versions = (f"  {name:<16}{version or '-'}" for name, version in self.libraries.items())
+        return ["libraries", *versions, ""] if self.libraries else ()
 
 
 @dataclass(frozen=True)
@@ -132,18 +158,69 @@ def some_of(names: Collection[str], most: int) -> str:
     return ", ".join(sorted(names)[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _lines(checks: Iterable[Check]) -> list[str]:
-    lines: list[str] = []
-    group = ""
-    for check in checks:
-        if check.group != group:
-            group = check.group
-            lines += ["", group] if lines else [group]
-        code = f"{check.code.value}: " if check.code is not None else ""
-        lines.append(f"  {check.status:<5} {check.name:<22} {code}{check.message}".rstrip())
-        if check.fix:
-            lines.append(f"        fix: {check.fix}")
-    return lines
+@dataclass(frozen=True)
+class Situation:
+    """Everything the checks look at. A wrong setting stops every ordinary call; here it is set aside and remembered.
+
+    environ    the environment without the variables that are wrong; child processes get this one
+    wrong      what is wrong with variables, as the errors they cause
+    problem    why the policy could not be built; the World then has the default one
+    """
+
+    env: Env
+    environ: Mapping[str, str]
+    wrong: tuple[LayerZeroError, ...]
+    problem: LayerZeroError | None
+    world: World
+    records: tuple[PluginRecord, ...]
+    devices: tuple[DeviceSpec, ...]
+
+    @property
+    def device(self) -> DeviceSpec:
+        """The device calls would mostly run on: the first accelerator, else the CPU."""
+        return self.devices[0]
+
+    def fits(self, kernel: KernelSpec) -> bool:
+        """Whether a device of this machine could run the kernel, whatever the call."""
+        return any(not hardware_reasons(kernel, device) for device in self.devices)
+
+
+def verdict_on(kernel: KernelSpec, policy: Policy) -> Verdict:
+    """What a policy says of a kernel whatever the call: rules with conditions neither deny nor allow here."""
+    return evaluate(policy, kernel.op, kernel.kernel_id, kernel.backend, lambda name: None)
+
+
+def tolerant_env(environ: Mapping[str, str] | None = None) -> tuple[Env, dict[str, str], tuple[LayerZeroError, ...]]:
+    """Read the variables one by one: (what is right, the environment without the wrong ones, the errors)."""
+    given = dict(os.environ if environ is None else environ)
+    wrong: list[LayerZeroError] = []
+    for name in sorted(name for name in given if name.startswith(environment.PREFIX)):
+        try:
+            environment.read({name: given[name]})
+        except LayerZeroError as error:
+            wrong.append(error)
+            del given[name]
+    try:
+        return environment.read(given), given, tuple(wrong)
+    except LayerZeroError as error:  # two variables that contradict each other, each right by itself
+        kept = {name: value for name, value in given.items() if not name.startswith(environment.PREFIX)}
+        return environment.read(kept), kept, (*wrong, error)
+
+
+def look() -> Situation:
+    """The situation of this process. Loads the plugins when that has not happened yet; never raises for a setting."""
+    env, environ, wrong = tolerant_env()
+    devices = probe_devices()
+    try:
+        world = current_world()
+        return Situation(env, environ, wrong, None, world, state.records, devices)
+    except LayerZeroError as error:
+        loaded = load_plugins(env=env)
+        ops = {**loaded.ops, **PUBLIC}
+        world = World(registry=loaded.registry, ops=ops)
+        # A wrong variable is listed by itself already.
+        problem = None if wrong and str(error) in {str(item) for item in wrong} else error
+        return Situation(env, environ, wrong, problem, world, loaded.records, devices)
 
 
 def doctor(backend: str | None = None, *, timeout: float | None = None, probe: bool = True) -> DoctorReport:
@@ -156,7 +233,6 @@ def doctor(backend: str | None = None, *, timeout: float | None = None, probe: b
     from layerzero.public.check_backends import clashes, first_use, plugins, unknown, vendors
     from layerzero.public.check_machine import health, libraries, platform, settings, shipped
     from layerzero.public.check_policy import table
-    from layerzero.public.situation import look
 
     now = look()
     limit = (now.env.probe_timeout if timeout is None else timeout) if probe else None
@@ -180,7 +256,5 @@ def readiness_check(
     ones, misspelt variables, a compiler or a tuner beside requests.
     """
     from layerzero.public.check_policy import readiness
-    from layerzero.public.situation import look
 
-    checks, caches = readiness(look(), config, production)
-    return ReadinessReport(tuple(checks), caches)
+    return readiness(look(), config, production)

@@ -6,7 +6,6 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from layerzero.errors import ConfigurationError, DispatchTableError, UnknownName
 from layerzero.model.config import Policy
 from layerzero.model.kernel import KernelSpec
 from layerzero.policy.layers import Level, PolicyLayer
-from layerzero.runtime.policies import policies
-from layerzero.runtime.scopes import entered
+from layerzero.runtime.policies import entered, policies
 from layerzero.runtime.state import scope, state
 
 
@@ -76,7 +74,7 @@ def use_table(path: str | os.PathLike[str] | None) -> None:
         state.obey(None)
         return
     from layerzero.device.probe import probe_devices
-    from layerzero.selection.following import objections
+    from layerzero.selection.engine import objections
     from layerzero.tables.file import load_table
 
     table, world = load_table(path), state.world
@@ -91,7 +89,8 @@ def lock(op: str, kernel_id: str) -> None:
     """Run this kernel for this op, whatever scores say; a call it cannot serve raises."""
     world = state.world
     if op not in world.ops and "*" not in op:
-        raise UnknownNameError(f"unknown op {op!r}", code="OP_UNKNOWN", value=op, limit=_some_like(op, world.ops))
+        near = ", ".join(nearest(op, world.ops) or sorted(world.ops)[:8])
+        raise UnknownNameError(f"unknown op {op!r}", code="OP_UNKNOWN", value=op, limit=near)
     kernel = world.registry.get(kernel_id)
     if "*" not in op:
         must_compute(kernel, op)
@@ -103,10 +102,8 @@ def lock(op: str, kernel_id: str) -> None:
 def unlock(op: str | None = None) -> None:
     """Lift a lock set with `lz.lock`, or all of them."""
     with _writing:
-        if op is None:
-            _locks.clear()
-        else:
-            _locks.pop(op, None)
+        for name in [*_locks] if op is None else [op]:
+            _locks.pop(name, None)
         _publish_locks()
 
 
@@ -151,7 +148,3 @@ def must_compute(kernel: KernelSpec, op: str) -> None:
     if kernel.op != op:
         message = f"{kernel.kernel_id} computes {kernel.op}, not {op}"
         raise UnknownNameError(message, code="KERNEL_UNKNOWN", value=kernel.kernel_id, limit=f"a kernel of {op}")
-
-
-def _some_like(name: str, known: Iterable[str]) -> str:
-    return ", ".join(nearest(name, known) or sorted(known)[:8])

@@ -1,15 +1,16 @@
-"""`lz.record`: the calls that occur; and the calls that a recording, a model or a file describes."""
+"""`lz.record`: the calls that occur; `lz.warmup`: ready for those that a recording, a model or a file describes."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from layerzero import companions
+from layerzero.dispatch import compiling as jit
 from layerzero.errors import InvalidInputError, invalid
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
@@ -17,6 +18,8 @@ from layerzero.recording.tally import Tally
 from layerzero.recording.traffic import Recorded, Traffic, add_to_file, read_mapping
 from layerzero.recording.traffic import load as load_traffic
 from layerzero.runtime.state import state
+from layerzero.startup.manifest import Manifest, config_hash, is_manifest, mark_critical
+from layerzero.startup.warm import Warmup, warm
 
 
 class Recording:
@@ -67,34 +70,24 @@ def calls_of(source: Any, *, device: DeviceSpec | None = None) -> list[tuple[str
 
 
 def _calls(source: Any, device: DeviceSpec | None) -> Iterator[tuple[str, Recorded]]:
+    if isinstance(source, Mapping):
+        yield from _calls(companions.part("model-calls")(source, device=device), device)
+        return
+    if isinstance(source, (str, os.PathLike)):
+        yield from _calls_of_file(Path(source), device)
+        return
     if isinstance(source, Recording):
         source = source.traffic
-    if isinstance(source, Traffic):
-        for item in source.calls:
-            yield _name(item.context), item
-    elif isinstance(source, Mapping):
-        yield from _calls(companions.part("model-calls")(source, device=device), device)
-    elif isinstance(source, (str, os.PathLike)):
-        yield from _calls_of_file(Path(source), device)
-    elif isinstance(source, Context):
-        yield _name(source), Recorded(source)
-    elif isinstance(source, Iterable):
-        for item in source:
-            if isinstance(item, Recorded):
-                yield _name(item.context), item
-            elif isinstance(item, Context):
-                yield _name(item), Recorded(item)
-            else:
-                raise _unknown(item)
-    else:
-        raise _unknown(source)
-
-
-def _unknown(item: Any) -> InvalidInputError:
-    return InvalidInputError(
-        code="TYPE_INVALID", value=type(item).__name__,
-        limit="traffic, a file of it, a grid file, a model configuration, or contexts",
-    )  # fmt: skip
+    found = source.calls if isinstance(source, Traffic) else source
+    for item in found if isinstance(found, Iterable) else (found,):
+        call = Recorded(item) if isinstance(item, Context) else item
+        if not isinstance(call, Recorded):
+            raise InvalidInputError(
+                code="TYPE_INVALID", value=type(item).__name__,
+                limit="traffic, a file of it, a grid file, a model configuration, or contexts",
+            )  # fmt: skip
+        ctx = call.context
+        yield f"{ctx.op} {ctx.dtype} {' '.join(f'{name}={size}' for name, size in ctx.dims)}", call
 
 
 def _calls_of_file(path: Path, device: DeviceSpec | None) -> Iterator[tuple[str, Recorded]]:
@@ -106,6 +99,71 @@ def _calls_of_file(path: Path, device: DeviceSpec | None) -> Iterator[tuple[str,
     yield from _calls(load_traffic(path) if recorded else data, device)
 
 
-def _name(ctx: Context) -> str:
-    sizes = " ".join(f"{name}={size}" for name, size in ctx.dims)
-    return f"{ctx.op} {ctx.dtype} {sizes}"
+def manifest(source: Any, *, config: Any = None) -> Manifest:
+    """The calls to be ready for, critical ones marked.
+
+    `source` is a manifest file, traffic that `lz.record` wrote, a model folder or config.json, a configuration as a
+    mapping, or contexts. Of recorded traffic the calls that make up nine tenths are critical, of a model's its decode
+    steps; in a manifest file the marks are the author's. `config` checks that the manifest was made from that
+    configuration.
+    """
+    path = Path(source) if isinstance(source, (str, os.PathLike)) else None
+    if isinstance(source, Manifest):
+        made = source
+    elif path is not None and is_manifest(path):
+        made = Manifest.load(path)
+    else:
+        model, made_from = "", ""
+        if isinstance(source, Mapping) or (path is not None and (path.is_dir() or path.name == "config.json")):
+            found = _config(source)
+            made_from = config_hash(found)
+            model = str(found.get("_name_or_path") or found.get("model_type") or "")
+        made = Manifest(mark_critical(call for _, call in calls_of(source)), model, made_from)
+    if config is not None:
+        made.require(_config(config))
+    return made
+
+
+def _config(source: Any) -> dict[str, Any]:
+    return dict(source) if isinstance(source, Mapping) else read_mapping(source)
+
+
+def warmup(
+    source: Any,
+    *,
+    config: Any = None,
+    kernels: str | Sequence[str] = (),
+    timeout: float | None = None,
+    workers: int | None = None,
+    background: bool = True,
+    retry: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Warmup:
+    """Compile, load and bind what these calls need; returns when the critical ones are ready.
+
+    source      see `layerzero.public.traffic.manifest`: manifest, traffic, model configuration or contexts
+    config      configuration the manifest must have been made from
+    kernels     globs of further kernels to compile, whatever selection thinks of them
+    timeout     seconds to wait for critical kernels; those that are late are left to the fallback and go on compiling
+    workers     kernels compiled at a time
+    background  False: wait for the rest as well
+    retry       try again what could not be compiled before
+    progress    called with (done, all) while artifacts get ready
+
+    Afterwards requests for these calls compile nothing. The result says what was compiled, what failed and why;
+    `result.wait()` waits for the background.
+    """
+    if timeout is not None and not timeout >= 0:
+        raise InvalidInputError(code="VALUE_INVALID", value=f"timeout={timeout}", limit="seconds, 0 or more")
+    if workers is not None and workers < 1:
+        raise InvalidInputError(code="VALUE_INVALID", value=f"workers={workers}", limit="1 or more")
+    _ = state.world
+    if retry:
+        jit.forget_failures()
+    named = (kernels,) if isinstance(kernels, str) else tuple(kernels)
+    items = manifest(source, config=config).items
+    result = warm(items, kernels=named, timeout_s=timeout, workers=workers, told=progress)
+    if not background:
+        result.wait()
+        jit.publish()
+    return result

@@ -16,7 +16,7 @@ from layerzero_tune.timing import host_load
 from layerzero_tune.timing.race import Times, race
 
 if TYPE_CHECKING:
-    from layerzero.public.model_report import ModelReport
+    from layerzero.public.inspection import ModelReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def schema() -> Answer:
 @verb(plugin, "list")
 def list_() -> Answer:
     """List every plugin that was found, and how it fared."""
-    from layerzero.public.situation import look
+    from layerzero.public.checks import look
 
     records = look().records
     rows = []
