@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import layerzero as lz
 from layerzero.errors import InvalidInputError
 from layerzero_tokenizers import small
-from layerzero_tokenizers.probe import EDGES
+from layerzero_tokenizers.candidates import EDGES
 from tools.pytest_fixtures import module_beside
 
 kinds = module_beside(__file__, "trained_kinds")

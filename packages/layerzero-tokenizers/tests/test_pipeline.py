@@ -120,7 +120,7 @@ def test_the_example_runs(capsys):
 
 
 def test_the_demo_shows_text_in_and_text_out():
-    from layerzero_tune.demo.show import text_lines, text_round_trip
+    from layerzero_tune.cli.demo import text_lines, text_round_trip
 
     found = text_round_trip()
     assert found is not None and found["round_trip"] and len(found["ids"]) == 12

@@ -161,7 +161,7 @@ def test_policy_rules_may_speak_of_tokenization(opened):
 
 
 def test_the_self_tests_pass_and_say_what_they_saw():
-    from layerzero_tokenizers.health import check
+    from layerzero_tokenizers.plugin import layerzero_health as check
 
     for backend in ("tokenizers", "tiktoken", "sentencepiece", "own"):
         report = check(backend)

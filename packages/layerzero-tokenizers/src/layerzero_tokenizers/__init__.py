@@ -20,7 +20,7 @@ _LAZY = {
     "CACHE": "cache",
     "TextStream": "pipeline",
     "TinyTransformer": "pipeline",
-    "Tokenizer": "handle",
+    "Tokenizer": "identity",
     "forget": "sources",
     "generate": "pipeline",
     "load": "sources",

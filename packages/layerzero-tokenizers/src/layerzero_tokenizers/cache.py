@@ -73,7 +73,7 @@ class PrefixCache:
     """Bounded by bytes; the least recently used entry of the process goes first."""
 
     def __init__(self, max_bytes: int = 32 << 20, min_chars: int = MIN_CHARS) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._spaces: dict[tuple[str, bool], _Space] = {}
         self._bytes = self._recent_bytes = 0
         self._clock = 0
@@ -108,19 +108,16 @@ class PrefixCache:
 
     def invalidate(self, tokenizer_id: str, *why: Reason) -> int:
         """Drop every entry of an identity, and remember why. Returns how many there were."""
-        with self._lock:
-            return self._invalidate(tokenizer_id, why)
-
-    def _invalidate(self, tokenizer_id: str, why: tuple[Reason, ...]) -> int:
         count = 0
-        for key in [key for key in self._spaces if key[0] == tokenizer_id]:
-            space = self._spaces.pop(key)
-            count += len(space.ordered)
-            self._bytes -= sum(entry.size for entry in space.ordered)
-            self._recent_bytes -= sum(space.recent.values())
-            space.ordered, space.recent = (), OrderedDict()
-        self._counts["invalidated"] += count
-        self._reasons = [*self._reasons, *why][-16:]
+        with self._lock:
+            for key in [key for key in self._spaces if key[0] == tokenizer_id]:
+                space = self._spaces.pop(key)
+                count += len(space.ordered)
+                self._bytes -= sum(entry.size for entry in space.ordered)
+                self._recent_bytes -= sum(space.recent.values())
+                space.ordered, space.recent = (), OrderedDict()
+            self._counts["invalidated"] += count
+            self._reasons = [*self._reasons, *why][-16:]
         return count
 
     def remember(self, engine: Any, tokenizer_id: str, text: str, parse: bool) -> int:
@@ -137,13 +134,9 @@ class PrefixCache:
         if space is None:
             with self._lock:
                 if len(self._spaces) >= _SPACES:
-                    self._invalidate(next(iter(self._spaces))[0], ())
+                    self.invalidate(next(iter(self._spaces))[0])
                 space = self._spaces.setdefault(key, _Space())
-        found = None
-        for entry in space.ordered:
-            if text.startswith(entry.text):
-                found = entry
-                break
+        found = next((entry for entry in space.ordered if text.startswith(entry.text)), None)
         held = 0 if found is None else len(found.text)
         # Learn where two texts have begun alike for much longer than anything held.
         wanted = self.min_chars if found is None else held + self.min_chars // 2
@@ -173,7 +166,7 @@ class PrefixCache:
             self._counts["revalidated"] += 1
             if whole != out:
                 why = reason("TOKENIZER_HASH_MISMATCH", "cached ids", "ids of the whole text")
-                dropped = self._invalidate(key[0], (why,))
+                dropped = self.invalidate(key[0], why)
                 _log.error("prefix cache of %s: %s; %d entries dropped", key[0], why, dropped)
         return whole
 
@@ -195,15 +188,9 @@ class PrefixCache:
             space.recent.move_to_end(text)
             while len(space.recent) > _RECENT:
                 self._recent_bytes -= space.recent.popitem(last=False)[1]
-            if self._recent_bytes > self.max_bytes // 4:
-                self._forget_recent()
+            self._evict()
         head = text[:wanted]
         return max((_alike(text, other) for other in recent if other.startswith(head)), default=0)
-
-    def _forget_recent(self) -> None:
-        self._recent_bytes = 0
-        for space in self._spaces.values():
-            space.recent = OrderedDict()
 
     def _store(self, key: tuple[str, bool], entry: _Entry) -> None:
         with self._lock:
@@ -223,7 +210,9 @@ class PrefixCache:
 
     def _evict(self) -> None:
         if self._recent_bytes > self.max_bytes // 4:
-            self._forget_recent()
+            self._recent_bytes = 0
+            for space in self._spaces.values():
+                space.recent = OrderedDict()
         while self._bytes > self.max_bytes - self.max_bytes // 4:
             space, entry = min(
                 ((space, entry) for space in self._spaces.values() for entry in space.ordered),
@@ -242,7 +231,7 @@ class PrefixCache:
 
     def after_fork(self) -> None:
         """A forked child may have copied a lock that somebody holds."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
 
 def _size(text: str) -> int:

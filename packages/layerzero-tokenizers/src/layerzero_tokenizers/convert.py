@@ -18,14 +18,10 @@ class NotConvertible(Exception):
     """Why a tokenizer cannot be written for another library."""
 
 
-def byte_alphabet() -> dict[str, int]:
-    """The 256 characters by which byte-level vocabularies write bytes."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
-
-
-_BYTES = byte_alphabet()
+# The 256 characters by which byte-level vocabularies write bytes.
+_SHOWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
+_BYTES = {chr(byte): byte for byte in _SHOWN} | {chr(256 + index): byte for index, byte in enumerate(_HIDDEN)}
 _CHARS = {byte: char for char, byte in _BYTES.items()}
 
 
@@ -45,8 +41,7 @@ def hf_to_tiktoken(document: Mapping[str, Any], prefix: tuple[int, ...], suffix:
     if any(document.get(name) for name in ("truncation", "padding", "normalizer")):
         raise NotConvertible("it truncates, pads or normalizes")
     odd = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
-    found = [name for name in odd if model.get(name)]
-    if found:
+    if found := [name for name in odd if model.get(name)]:
         raise NotConvertible(f"its model has {', '.join(found)}")
     pattern = _pattern(document.get("pre_tokenizer"))
     added = document.get("added_tokens") or ()
@@ -55,10 +50,7 @@ def hf_to_tiktoken(document: Mapping[str, Any], prefix: tuple[int, ...], suffix:
     special = {item["content"]: item["id"] for item in added}
     if any(a != b and b.startswith(a) for a in special for b in special):
         raise NotConvertible("an added token begins with another one")
-    ranks: dict[bytes, int] = {}
-    for token, number in model["vocab"].items():
-        if token not in special:
-            ranks[_bytes_of(token)] = number
+    ranks = {_bytes_of(token): number for token, number in model["vocab"].items() if token not in special}
     if len(ranks) + len(special) < len(model["vocab"]) or not all(bytes([byte]) in ranks for byte in range(256)):
         raise NotConvertible("not every byte is a token")
     tiktoken: Any = importlib.import_module("tiktoken")

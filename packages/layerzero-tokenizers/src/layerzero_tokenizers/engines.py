@@ -169,12 +169,10 @@ class SentencePieceEngine(Engine):
         return [*self.prefix, *found, *self.suffix] if add and (self.prefix or self.suffix) else found
 
     def encode_offsets(self, text: str, add: bool, parse: bool) -> Tokens:
-        """Ids with the library's own offset mapping, in characters."""
         found = self.sp.encode(text, return_type="offset_mapping", add_bos=False, add_eos=False)
         return self._tokens(list(found["ids"]), [(start, end) for start, end in found["offsets"]], add)
 
     def encode_batch(self, texts: list[str], add: bool, parse: bool) -> list[list[int]]:
-        """The library's own batch call, which uses its own threads."""
         return self._rows(self.sp.encode(texts, add_bos=False, add_eos=False, enable_sampling=False), add)
 
     def decode(self, ids: list[int], skip: bool) -> str:
@@ -183,7 +181,6 @@ class SentencePieceEngine(Engine):
         return text
 
     def unknown_id(self, ids: Sequence[Any]) -> Any:
-        """The first id outside the vocabulary."""
         size = self.sp.get_piece_size()
         return next((item for item in ids if type(item) is not int or not 0 <= item < size), None)
 
@@ -249,7 +246,6 @@ class TiktokenEngine(Engine):
         return text
 
     def unknown_id(self, ids: Sequence[Any]) -> Any:
-        """The first id that is in no table."""
         return next((item for item in ids if type(item) is not int or item < 0 or not self._known(item)), None)
 
     def _known(self, item: int) -> bool:

@@ -1,4 +1,4 @@
-"""Who a tokenizer is: SHA-256 over everything that can change an id, part by part and as a whole.
+"""Who a tokenizer is: SHA-256 over everything that can change an id; and the handle that LayerZero holds it by.
 
 The parts are what the libraries themselves call them. A digest depends on content alone, so it is the same in every
 process and on every platform.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from layerzero.model.context import TokenizerIdentity
 from layerzero.reasons import Reason, reason
-
-NONE = "none"
+from layerzero_tokenizers.cache import CACHE
+from layerzero_tokenizers.engines import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +23,20 @@ class Fingerprint:
     """The digests of a tokenizer's parts; `digest` is over all of them."""
 
     family: str
-    vocab: str
-    merges: str
-    normalizer: str
-    pre_tokenizer: str
-    post_processor: str
-    added_tokens: str
-    special_tokens: str
-    rest: str
+    vocab: str = "none"
+    merges: str = "none"
+    normalizer: str = "none"
+    pre_tokenizer: str = "none"
+    post_processor: str = "none"
+    added_tokens: str = "none"
+    special_tokens: str = "none"
+    rest: str = "none"
 
     @property
     def digest(self) -> str:
         return _sha(*(getattr(self, field.name) for field in fields(self)))
 
-    def identity(self, namespace: str = "", *, return_offsets: bool = False) -> TokenizerIdentity:
+    def identity(self, namespace: str) -> TokenizerIdentity:
         """What selection sees. The id names the whole digest, and the namespace it is used in."""
         name = f"{self.family}:{self.digest}"
         return TokenizerIdentity(
@@ -46,7 +46,6 @@ class Fingerprint:
             pretokenizer_id=self.pre_tokenizer,
             merges_hash=self.merges,
             special_tokens_hash=_sha(self.added_tokens, self.special_tokens, self.post_processor),
-            return_offsets=return_offsets,
         )
 
 
@@ -61,9 +60,7 @@ def changes(before: Fingerprint, after: Fingerprint) -> tuple[Reason, ...]:
 
 def fingerprint(family: str, **parts: bytes | str | None) -> Fingerprint:
     """A Fingerprint from the canonical bytes of each part; what a library does not have is "none"."""
-    given = {name: NONE if content is None else _sha(name, content) for name, content in parts.items()}
-    missing = {field.name: NONE for field in fields(Fingerprint) if field.name not in given and field.name != "family"}
-    return Fingerprint(family, **given, **missing)
+    return Fingerprint(family, **{name: _sha(name, part) for name, part in parts.items() if part is not None})
 
 
 def of_hf(document: Mapping[str, Any]) -> Fingerprint:
@@ -78,7 +75,7 @@ def of_hf(document: Mapping[str, Any]) -> Fingerprint:
     return fingerprint(
         "tokenizers",
         vocab=_canonical([model, vocab]),
-        merges=None if pairs is None else _canonical(pairs),
+        merges=_part(pairs),
         normalizer=_part(document.get("normalizer")),
         pre_tokenizer=_part(document.get("pre_tokenizer")),
         post_processor=_part(document.get("post_processor")),
@@ -134,3 +131,84 @@ def _framed(items: Iterable[bytes]) -> bytes:
 
 def _sha(*parts: bytes | str) -> str:
     return hashlib.sha256(_framed(p if isinstance(p, bytes) else p.encode() for p in parts)).hexdigest()
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A tokenizer as its own library has it. `parts` is what a conversion starts from."""
+
+    fingerprint: Fingerprint
+    engine: Engine
+    vocab_size: int
+    parts: tuple[Any, ...]
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    splits: bool = False
+    immutable: bool = False
+    source: str = ""
+    special: Mapping[str, int | None] = field(default_factory=dict)
+    special_texts: tuple[str, ...] = ()
+
+
+class Tokenizer:
+    """Made by `layerzero_tokenizers.load`; pass it to `lz.tokenize` and `lz.detokenize`.
+
+    fingerprint   the digests of its parts
+    identity      what selection sees of it where ids alone are asked for
+    home          the backend whose library the tokenizer belongs to
+    engines       by backend: the home engine, and those proven to give the same
+    around        how many special tokens are put before and after a text
+    live          made from an object that its owner may still change: only the home engine serves it, uncached
+    """
+
+    __slots__ = (
+        "_opened", "_with_offsets", "around", "bos_id", "engines", "eos_id", "fingerprint", "home", "identity", "live",
+        "lz_key", "namespace", "pad_id", "prefix", "source", "splits", "suffix", "tokenizer_id", "vocab_size",
+    )  # fmt: skip
+
+    def __init__(self, opened: Opened, *, live: bool = False, namespace: str = "") -> None:
+        self._opened = replace(opened, parts=())  # they are large, and of use to a conversion alone
+        self.fingerprint, self.vocab_size, self.source = opened.fingerprint, opened.vocab_size, opened.source
+        self.home = opened.engine.backend
+        self.engines: dict[str, Engine] = {self.home: opened.engine}
+        self.prefix, self.suffix = opened.prefix, opened.suffix
+        self.around = (len(self.prefix), len(self.suffix))
+        self.splits = opened.splits and not live
+        self.live = live
+        self.namespace = namespace
+        self.pad_id, self.bos_id, self.eos_id = (opened.special.get(name) for name in ("pad", "bos", "eos"))
+        self.identity = self.fingerprint.identity(namespace)
+        self._with_offsets = replace(self.identity, return_offsets=True)
+        self.tokenizer_id = self.identity.tokenizer_id
+        self.lz_key = f"{self.tokenizer_id}/live" if live else self.tokenizer_id
+
+    def identity_for(self, return_offsets: bool) -> TokenizerIdentity:
+        """What selection sees of it."""
+        return self._with_offsets if return_offsets else self.identity
+
+    def within(self, namespace: str) -> Tokenizer:
+        """The same tokenizer in another namespace: nothing cached in one is seen in another."""
+        other = Tokenizer(self._opened, live=self.live, namespace=namespace)
+        other.engines = self.engines
+        return other
+
+    def encode_text(self, engine: Engine, text: str, add: bool, parse: bool) -> list[int]:
+        """The ids of one text, through the prefix cache where it is long enough and may be cut."""
+        if len(text) < CACHE.min_chars or not self.splits or not CACHE.max_bytes:
+            return engine.encode(text, add, parse)
+        ids = CACHE.encode(engine, self.tokenizer_id, text, parse)
+        return [*self.prefix, *ids, *self.suffix] if add and (self.prefix or self.suffix) else ids
+
+    def remember(self, text: str, *, parse_special: bool = True) -> int:
+        """Tokenize a system prompt ahead of time; how many characters are held, 0 where texts may not be cut."""
+        if not self.splits:
+            return 0
+        return CACHE.remember(self.engines[self.home], self.tokenizer_id, text, parse_special)
+
+    def unknown_id(self, ids: Sequence[Any]) -> Any:
+        """The first id that is none of this tokenizer's, None when all are."""
+        return self.engines[self.home].unknown_id(ids)
+
+    def __repr__(self) -> str:
+        served = "+".join(sorted(self.engines))
+        return f"<Tokenizer {self.source or self.tokenizer_id[:30]} {self.vocab_size} tokens, {served}>"

@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from layerzero.errors import BackendNotAvailableError, invalid
-from layerzero_tokenizers import candidates, convert, identity, sp_model
+from layerzero_tokenizers import identity
 from layerzero_tokenizers.boundaries import hf_splits, sentencepiece_splits, tiktoken_splits
-from layerzero_tokenizers.engines import Engine, HFEngine, SentencePieceEngine, TiktokenEngine
-from layerzero_tokenizers.handle import Opened, Tokenizer
+from layerzero_tokenizers.engines import HFEngine, SentencePieceEngine, TiktokenEngine
+from layerzero_tokenizers.identity import Opened
 
 _FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _SIDE = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
@@ -76,10 +78,10 @@ def from_path(path: Path) -> Opened:
             message = f"{file} cannot be read: {error}"
             raise invalid("TOKENIZER_UNKNOWN", str(file), "a tokenizer.json", message) from error
         return of_hf(tok, str(path), settings)
-    parsed = sp_model.parse(data)  # refuses what is no model before the library sees it
+    parsed = parse(data)  # refuses what is no model before the library sees it
     sp = vendor("sentencepiece", "sentencepiece").SentencePieceProcessor(model_proto=data)
-    around = {name: bool(settings.get(f"add_{name}_token", False)) for name in ("bos", "eos")}
-    return _of_sentencepiece(sp, parsed, str(path), add_bos=around["bos"], add_eos=around["eos"])
+    add_bos, add_eos = (bool(settings.get(f"add_{name}_token", False)) for name in ("bos", "eos"))
+    return _of_sentencepiece(sp, parsed, str(path), add_bos, add_eos)
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -97,10 +99,8 @@ def from_name(name: str) -> Opened:
         tiktoken: Any = importlib.import_module("tiktoken")
         known = set(tiktoken.list_encoding_names())
         if wanted not in known:
-            try:
+            with suppress(KeyError):
                 wanted = tiktoken.encoding_name_for_model(wanted)
-            except KeyError:
-                pass
         if wanted in known:
             try:
                 return of_tiktoken(tiktoken.get_encoding(wanted))
@@ -173,9 +173,7 @@ def _around(tok: Any, document: Mapping[str, Any]) -> tuple[tuple[int, ...], tup
     for text in ("a", "a b", ""):
         whole, plain = tok.encode(text, add_special_tokens=True), tok.encode(text, add_special_tokens=False)
         extra = len(whole.ids) - len(plain.ids)
-        mask = whole.special_tokens_mask
-        before = next((index for index, flag in enumerate(mask) if not flag), extra)
-        before = min(before, extra)
+        before = min(extra, next((at for at, flag in enumerate(whole.special_tokens_mask) if not flag), extra))
         prefix, suffix = tuple(whole.ids[:before]), tuple(whole.ids[len(whole.ids) - (extra - before) :])
         if [*prefix, *plain.ids, *suffix] != list(whole.ids):
             return (), (), False
@@ -202,13 +200,11 @@ def _of_processor(sp: Any, live: bool) -> Opened:
         raise invalid("TOKENIZER_UNKNOWN", "enable_sampling or reverse", "a processor without them", message)
     data = sp.serialized_model_proto()
     add_bos, add_eos = bool(getattr(sp, "_add_bos", False)), bool(getattr(sp, "_add_eos", False))
-    return _of_sentencepiece(
-        sp if live else type(sp)(model_proto=data), sp_model.parse(data), "SentencePieceProcessor", add_bos=add_bos,
-        add_eos=add_eos,
-    )  # fmt: skip
+    own = sp if live else type(sp)(model_proto=data)
+    return _of_sentencepiece(own, parse(data), "SentencePieceProcessor", add_bos, add_eos)
 
 
-def _of_sentencepiece(sp: Any, parsed: Any, source: str, *, add_bos: bool, add_eos: bool) -> Opened:
+def _of_sentencepiece(sp: Any, parsed: Any, source: str, add_bos: bool, add_eos: bool) -> Opened:
     ids = {"pad": sp.pad_id(), "bos": sp.bos_id(), "eos": sp.eos_id()}
     named = {name: found if found >= 0 else None for name, found in ids.items()}
     prefix = (named["bos"],) if add_bos and named["bos"] is not None else ()
@@ -221,29 +217,99 @@ def _of_sentencepiece(sp: Any, parsed: Any, source: str, *, add_bos: bool, add_e
     )  # fmt: skip
 
 
-# -- proof ---------------------------------------------------------------------------------------
-def proof(handle: Tokenizer, opened: Opened, *, thorough: bool) -> candidates.Verdict | None:
-    """Try the other library that could serve this tokenizer; None where it is not installed."""
-    ways: dict[str, tuple[str, Callable[..., Engine]]] = {
-        "tokenizers": ("tiktoken", convert.hf_to_tiktoken),
-        "tiktoken": ("tokenizers", convert.tiktoken_to_hf),
-        "sentencepiece": ("tokenizers", convert.sentencepiece_to_hf),
-    }
-    backend, convert_to = ways[handle.home]
-    if importlib.util.find_spec(backend) is None:
-        return None
-    step = max(1, opened.vocab_size // 4_000)
-    vocab = [_text(opened.engine, number) for number in range(0, opened.vocab_size, step)]
-    around = () if handle.home == "tiktoken" else (opened.prefix, opened.suffix)
-
-    def build() -> Engine:
-        return convert_to(*opened.parts, *around)
-
-    return candidates.prove(handle, backend, build, vocab, opened.special_texts, thorough=thorough)
+# -- a SentencePiece model file: the few fields that matter here, read without a library from its protobuf --
+_TYPES = {1: "normal", 2: "unknown", 3: "control", 4: "user_defined", 5: "unused", 6: "byte"}
+_MODELS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 
 
-def _text(engine: Engine, number: int) -> str:
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One entry of the vocabulary."""
+
+    text: str
+    score: float
+    type: str
+
+
+@dataclass(frozen=True, slots=True)
+class SentencePieceModel:
+    """What a model file says, and the raw bytes of its parts for hashing."""
+
+    pieces: tuple[Piece, ...]
+    model_type: str
+    whitespace_as_suffix: bool
+    byte_fallback: bool
+    charsmap: bytes
+    add_dummy_prefix: bool
+    remove_extra_whitespaces: bool
+    escape_whitespaces: bool
+    normalizer_bytes: bytes
+    trainer_bytes: bytes
+    rest_bytes: bytes
+
+
+def parse(data: bytes) -> SentencePieceModel:
+    """Raises InvalidInputError for bytes that are no SentencePiece model."""
     try:
-        return engine.decode([number], False)
-    except Exception:  # a hole in the numbering
-        return ""
+        return _parse(data)
+    except (IndexError, struct.error, UnicodeDecodeError, ValueError) as error:
+        message = f"not a SentencePiece model: {error}"
+        raise invalid("TOKENIZER_UNKNOWN", "damaged file", "a model file", message) from None
+
+
+def _parse(data: bytes) -> SentencePieceModel:
+    pieces: list[Piece] = []
+    trainer, normalizer, rest = b"", b"", b""
+    for number, value in _fields(data):
+        if number == 1:
+            entry = dict(_fields(value))
+            score = struct.unpack("<f", entry[2])[0] if 2 in entry else 0.0
+            pieces.append(Piece(entry.get(1, b"").decode(), score, _TYPES[entry.get(3, 1)]))
+        elif number == 2:
+            trainer += value
+        elif number == 3:
+            normalizer += value
+        else:
+            rest += repr((number, value)).encode()
+    if not pieces:
+        raise ValueError("it has no vocabulary")
+    told, spec = dict(_fields(trainer)), dict(_fields(normalizer))
+    return SentencePieceModel(
+        tuple(pieces), _MODELS[told.get(3, 1)], bool(told.get(24, 0)), bool(told.get(35, 0)), spec.get(2, b""),
+        bool(spec.get(3, 1)), bool(spec.get(4, 1)), bool(spec.get(5, 1)), normalizer, trainer, rest,
+    )  # fmt: skip
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """(field number, value): whole numbers for varints, bytes for everything else."""
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        number, wire = tag >> 3, tag & 7
+        if wire == 0:
+            value: Any
+            value, at = _varint(data, at)
+        elif wire == 2:
+            size, at = _varint(data, at)
+            value, at = data[at : at + size], at + size
+            if len(value) != size:
+                raise ValueError("it ends early")
+        elif wire in (1, 5):
+            size = 8 if wire == 1 else 4
+            value, at = data[at : at + size], at + size
+        else:
+            raise ValueError(f"wire type {wire}")
+        yield number, value
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise ValueError("a number of more than 64 bits")

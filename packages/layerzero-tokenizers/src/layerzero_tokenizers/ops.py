@@ -68,8 +68,7 @@ def canonical_ids(ids: Any) -> list[Any]:
     if isinstance(ids, Tensor):
         if ids.is_floating_point() or ids.is_complex() or ids.ndim not in (1, 2):
             raise invalid("TYPE_INVALID", f"ids: {ids.dtype} of rank {ids.ndim}", "integers of rank 1 or 2")
-        return ids.tolist()
-    if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
+    elif isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
         raise invalid("TYPE_INVALID", f"ids: {type(ids).__name__}", "a list or tensor of token ids")
     found = ids.tolist() if hasattr(ids, "tolist") else list(ids)
     return found

@@ -100,16 +100,10 @@ def stream(
     """
     handle = resolve(tokenizer)
     ids = lz.tokenize(prompt, handle)
-    yield from _decode(ids, handle, model, max_new_tokens, top_k, temperature, seed)
-
-
-def _decode(
-    ids: list[int], handle: Any, model: TinyTransformer, count: int, top_k: int, temperature: float, seed: int
-) -> Iterator[tuple[int, str]]:
     text, cache, draw = TextStream(handle), model.start(), torch.Generator().manual_seed(seed)
     step = torch.tensor([ids])
     with torch.no_grad():
-        for _ in range(min(count, model.length - len(ids))):
+        for _ in range(min(max_new_tokens, model.length - len(ids))):
             logits = model.run(step, cache)
             token = int(lz.sample_topk(logits, top_k, temperature=temperature, generator=draw))
             if token == handle.eos_id:

@@ -56,9 +56,8 @@ def pad(out: Any, padding: str | int, side: str, pad_id: int | None) -> TokenBat
         raise invalid("VALUE_INVALID", "pad_id None", "a token id", "this tokenizer has no padding token")
     if side not in ("left", "right"):
         raise invalid("VALUE_INVALID", str(side), "padding_side 'left' or 'right'")
-    alone = isinstance(out, Tokens) or (bool(out) and isinstance(out[0], int)) or out == []
+    alone = isinstance(out, Tokens) or not out or isinstance(out[0], int)
     rows = [out] if alone else out
-    offsets = [row.offsets for row in rows] if rows and isinstance(rows[0], Tokens) else None
     ids = [row.ids if isinstance(row, Tokens) else row for row in rows]
     longest = max((len(row) for row in ids), default=0)
     if padding == "longest":
@@ -69,14 +68,13 @@ def pad(out: Any, padding: str | int, side: str, pad_id: int | None) -> TokenBat
         raise invalid("VALUE_INVALID", f"padding={padding!r}", f"'longest' or an int of at least {longest}")
     filled = torch.full((len(ids), width), pad_id, dtype=torch.int64)
     mask = torch.zeros((len(ids), width), dtype=torch.int64)
-    for index, row in enumerate(ids):
+    spans = []
+    for index, (row, given) in enumerate(zip(ids, rows, strict=True)):
         at = slice(0, len(row)) if side == "right" else slice(width - len(row), width)
         filled[index, at] = torch.tensor(row, dtype=torch.int64)
         mask[index, at] = 1
-    spans = None
-    if offsets is not None:
-        blank = [((0, 0),) * (width - len(row)) for row in offsets]
-        spans = tuple(
-            (*row, *space) if side == "right" else (*space, *row) for row, space in zip(offsets, blank, strict=True)
-        )
-    return TokenBatch(filled, mask, spans)
+        if isinstance(given, Tokens):
+            places = [(0, 0)] * width
+            places[at] = given.offsets
+            spans.append(tuple(places))
+    return TokenBatch(filled, mask, tuple(spans) or None)

@@ -18,9 +18,9 @@ from typing import Any
 from layerzero.errors import invalid
 from layerzero_tokenizers import opening
 from layerzero_tokenizers.cache import CACHE, due
-from layerzero_tokenizers.candidates import measure, register
-from layerzero_tokenizers.handle import Opened, Tokenizer
-from layerzero_tokenizers.identity import changes
+from layerzero_tokenizers.candidates import prove as prove_other
+from layerzero_tokenizers.candidates import register
+from layerzero_tokenizers.identity import Fingerprint, Opened, Tokenizer, changes
 
 _log = logging.getLogger("layerzero.tokenizers")
 _lock = threading.RLock()
@@ -79,22 +79,18 @@ def forget(source: Any = None) -> None:
 
 def _still(entry: list[Any]) -> Tokenizer:
     """The handle of an object met before, checked for change: its size always, all of it by sampling."""
-    source, handle, uses, _ = entry
+    source, handle, uses, again = entry
     entry[2] = uses + 1
     if not handle.live:
         return handle  # type: ignore[no-any-return]
-    if opening.size_of(source) == handle.vocab_size and not (due(uses + 1) and time.monotonic() >= entry[3]):
-        return handle  # type: ignore[no-any-return]
-    with _lock:
-        began = time.monotonic()
-        opened = _open(source, live=True)
-        entry[3] = time.monotonic() + PACE * (time.monotonic() - began)
-        why = changes(handle.fingerprint, opened.fingerprint)
-        if not why:
-            return handle  # type: ignore[no-any-return]
-        _changed(handle, why)
-        entry[1] = _handle(opened, live=True, prove=False)
-        return entry[1]  # type: ignore[no-any-return]
+    if opening.size_of(source) != handle.vocab_size or (due(uses + 1) and time.monotonic() >= again):
+        with _lock:
+            began = time.monotonic()
+            opened = _open(source, live=True)
+            entry[3] = time.monotonic() + PACE * (time.monotonic() - began)
+            if _changed(handle, opened.fingerprint):
+                entry[1] = _handle(opened, live=True, prove=False)
+    return entry[1]  # type: ignore[no-any-return]
 
 
 def _named(name: str) -> Tokenizer:
@@ -110,19 +106,21 @@ def _named(name: str) -> Tokenizer:
         opened = _open(path if stamp else name)
         handle = _handle(opened, live=False, prove=True)
         if known is not None:
-            why = changes(known[1].fingerprint, handle.fingerprint)
-            if why:
-                _changed(known[1], why)
+            _changed(known[1], handle.fingerprint)
         _paths[name] = (stamp, handle)
         while len(_paths) > _LIMIT:
             _paths.popitem(last=False)
         return handle
 
 
-def _changed(handle: Tokenizer, why: tuple[Any, ...]) -> None:
-    dropped = CACHE.invalidate(handle.tokenizer_id, *why)
-    parts = "; ".join(str(item) for item in why)
-    _log.warning("tokenizer %s changed: %s; %d cached prefixes dropped", handle.source, parts, dropped)
+def _changed(handle: Tokenizer, now: Fingerprint) -> bool:
+    """Whether a tokenizer is another than its handle says; what was cached for the handle is dropped then."""
+    why = changes(handle.fingerprint, now)
+    if why:
+        dropped = CACHE.invalidate(handle.tokenizer_id, *why)
+        parts = "; ".join(str(item) for item in why)
+        _log.warning("tokenizer %s changed: %s; %d cached prefixes dropped", handle.source, parts, dropped)
+    return bool(why)
 
 
 def _open(source: Any, *, live: bool = False) -> Opened:
@@ -154,8 +152,6 @@ def _from_config(config: Mapping[str, Any]) -> Opened:
 def _handle(opened: Opened, *, live: bool, prove: bool, namespace: str = "", thorough: bool = False) -> Tokenizer:
     handle = Tokenizer(opened, live=live, namespace=namespace)
     register(handle)
-    if prove and not live:
-        other = opening.proof(handle, opened, thorough=thorough)
-        if other is not None and (other.ids is None or other.decode is None):
-            measure(handle)
+    if prove:
+        prove_other(handle, opened, thorough=thorough)
     return handle
