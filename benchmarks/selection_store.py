@@ -33,13 +33,11 @@ from timing import RESULTS, commit, machine, write_json
 import layerzero as lz
 from layerzero.measurements.believed import platform_of, versions_of
 from layerzero.model.decision import Decision
-from layerzero.perfdb.bucket import bucket_of
-from layerzero.perfdb.measurement import Measurement
+from layerzero.perfdb.measurement import Measurement, bucket_of
 from layerzero.perfdb.store import PerfDB
 from layerzero.public.traffic import record
 from layerzero.runtime.state import state
-from layerzero.selection.engine import select
-from layerzero.selection.following import follow
+from layerzero.selection.engine import follow, select
 from layerzero_tune.tuning import solve
 
 BUDGET = {"table_lookup_us": 1.5, "query_us": 200.0, "open_ms": 10.0, "record_us": 1.0}

@@ -112,7 +112,7 @@ def measured(name: str, ctx: Any, database: Path, seconds: float, mode: str, spr
 def _errors(ctx: Any, database: Path) -> dict[str, float]:
     """Kernels that tuning has timed for such a call, each with its error."""
     from layerzero.measurements.believed import TORCH_DEFAULT, holding, mode_of, platform_of
-    from layerzero.perfdb.bucket import bucket_of
+    from layerzero.perfdb.measurement import bucket_of
     from layerzero.perfdb.store import PerfDB
     from layerzero.runtime.state import state
 
@@ -237,7 +237,7 @@ def main() -> int:
     import torch
     from tuned_figures import agreement, drawn
 
-    from layerzero.perfdb.bucket import bucket_of
+    from layerzero.perfdb.measurement import bucket_of
     from layerzero.runtime.state import state
     from layerzero_tune.grid import load
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from layerzero.perfdb.bucket import upper
+from layerzero.perfdb.measurement import upper
 from layerzero_tune.grid import Case
 from layerzero_tune.report.data import FORMAT, figures, from_json
 

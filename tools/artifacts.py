@@ -24,8 +24,7 @@ import layerzero as lz
 from layerzero.files import write_whole
 from layerzero.perfdb.store import PerfDB
 from layerzero.runtime.state import state
-from layerzero.tables.file import load_table
-from layerzero.tables.schema import SCHEMA_VERSION, TABLE
+from layerzero.tables.file import SCHEMA_VERSION, TABLE, load_table
 from layerzero_tune.perfdb.exchange import export_json
 
 __all__ = ["emit"]

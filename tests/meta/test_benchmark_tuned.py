@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from layerzero.perfdb.bucket import upper
+from layerzero.perfdb.measurement import upper
 from layerzero_tune.grid import load
 
 ROOT = Path(__file__).resolve().parents[2]

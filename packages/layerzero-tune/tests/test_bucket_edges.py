@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.perfdb.bucket import bucket_of
+from layerzero.perfdb.measurement import bucket_of
 from layerzero_tune import candidates as bench_module
 from layerzero_tune.timing.bucket_edges import confirmed, far_apart, other_end, tied, weighed, within
 from layerzero_tune.timing.clock import cpu_clock, cuda_clock

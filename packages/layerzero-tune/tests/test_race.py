@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from layerzero.errors import InvalidInputError
-from layerzero.measurements.noise import alike, median_error
+from layerzero.perfdb.measurement import alike, median_error
 from layerzero_tune.bench import contest
 from layerzero_tune.timing import race as module
 from layerzero_tune.timing.race import Times, calls_a_sample, leader, race, winner_of

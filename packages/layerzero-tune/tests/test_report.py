@@ -22,8 +22,7 @@ from layerzero.measurements.believed import REFUSED
 from layerzero.perfdb.measurement import Measurement, Platform
 from layerzero.perfdb.store import PerfDB
 from layerzero_cli.root import cli
-from layerzero_tune.report.data import FORMAT, Measured, Timed, figures, from_json, phase
-from layerzero_tune.report.maps import axes, backends, maps
+from layerzero_tune.report.data import FORMAT, Measured, Timed, axes, backends, figures, from_json, maps, phase
 from layerzero_tune.report.page import render
 from layerzero_tune.report.perfdb import cases_of
 from layerzero_tune.timing.baselines import TORCH_DEFAULT
@@ -466,7 +465,7 @@ def test_axe_finds_nothing_in_the_page(tmp_path: Path, dark: bool):
 
 
 def test_plain_torch_is_timed_beside_what_was_tuned(tmp_path: Path, lab):
-    from layerzero.perfdb.bucket import bucket_of
+    from layerzero.perfdb.measurement import bucket_of
     from layerzero_cli.calls import context
     from layerzero_tune.report.perfdb import torch_beside
 

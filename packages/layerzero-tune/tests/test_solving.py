@@ -18,12 +18,12 @@ from layerzero.model.enums import Platform
 from layerzero.perfdb.store import PerfDB
 from layerzero.reasons import ReasonCode
 from layerzero.runtime.state import state
-from layerzero.selection.following import objections
+from layerzero.selection.engine import objections
 from layerzero.tables.file import load_table, make_table, save_table
 from layerzero.tables.signing import sign, verify
 from layerzero_tune import tuning as public_tuning
 from layerzero_tune.model_calls import ModelShape, model_traffic
-from layerzero_tune.tables.diff import diff_tables
+from layerzero_tune.tables.solver import diff_tables
 from layerzero_tune.trial import trial
 
 CONFIG = {

@@ -16,12 +16,12 @@ from layerzero.health.breaker import (
     BreakerSettings,
     BreakerState,
     Health,
+    HealthRegistry,
     HealthStatus,
     on_failure,
     on_success,
     tick,
 )
-from layerzero.health.registry import HealthRegistry
 
 CLOSED, OPEN, HALF_OPEN = BreakerPhase.CLOSED, BreakerPhase.OPEN, BreakerPhase.HALF_OPEN
 KERNEL = "fake.attention.fast"

@@ -22,16 +22,15 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from layerzero.dispatch.bind import bind
-from layerzero.dispatch.faults import check_device, lost_device
+from layerzero.dispatch.failover import check_device, lost_device
 from layerzero.errors import DeviceLostError
 from layerzero.health import crash_markers
-from layerzero.health.breaker import BreakerPhase, BreakerSettings
+from layerzero.health.breaker import BreakerPhase, BreakerSettings, HealthRegistry
 from layerzero.health.crash_markers import CrashMarker, CrashMarkers, gather, here, started
 from layerzero.health.quarantine import Quarantine
-from layerzero.health.registry import HealthRegistry
 from layerzero.health.sticky import LOST, POISONED, sticky
 from layerzero.plugin import hookimpl
-from layerzero.runtime import half_open
+from layerzero.runtime import timers
 from layerzero.runtime.crashes import place
 from layerzero.runtime.state import state
 from layerzero.runtime.watchdog import watchdog
@@ -227,15 +226,15 @@ def test_a_third_partys_self_test_runs_in_a_process_of_its_own(
     faults.install(site, "fails_health", "frail")
     lz.reset()
     lz.configure(breaker={"cooldown_s": 3600.0})
-    assert "frail" in state.world.registry.backends and half_open.has_self_test(state, "frail")
+    assert "frail" in state.world.registry.backends and timers.has_self_test(state, "frail")
     state.health.backend_failed("frail", "boom")
-    wrong = half_open.self_test(state, "frail")
+    wrong = timers.self_test(state, "frail")
     assert wrong is not None and "HEALTH_CHECK_FAILED" in wrong and "got 5, expected 4" in wrong
     if os.environ.get("LAYERZERO_PROVE") != "1":  # each costs a process that imports torch
         return
     faults.install(site, "chatters_in_probe", "frail")
     state.health.configure(BreakerSettings(cooldown_s=0.0))
-    assert half_open.advance(state)
+    assert timers.advance(state)
     assert phase("frail", "backends") is CLOSED
 
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from layerzero.health.breaker import HealthRegistry
 from layerzero.health.quarantine import Quarantine
-from layerzero.health.registry import HealthRegistry
 
 KERNEL = ("fake.attention.fast", "1.2.0", "0123456789abcdef")
 

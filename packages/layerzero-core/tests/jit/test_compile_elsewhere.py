@@ -27,7 +27,7 @@ from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import Platform
 from layerzero.model.grouped import make_grouped_batch
 from layerzero.model.kv_cache import make_paged_batch
-from layerzero.runtime.process_metrics import families
+from layerzero.runtime.observation import families
 from layerzero.runtime.state import state
 from layerzero.telemetry.events import events
 from tools.pytest_fixtures import module_beside

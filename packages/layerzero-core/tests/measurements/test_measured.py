@@ -9,8 +9,7 @@ import layerzero as lz
 from layerzero.device.probe import probe_device
 from layerzero.dispatch.run import current_world
 from layerzero.measurements.believed import measurements_from, platform_of, versions_of
-from layerzero.perfdb.bucket import bucket_of
-from layerzero.perfdb.measurement import Measurement
+from layerzero.perfdb.measurement import Measurement, bucket_of
 from layerzero.perfdb.store import PerfDB
 from layerzero.runtime.state import state
 from layerzero_tune.timing.launches import with_launches

@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 import layerzero as lz
 from layerzero import env
 from layerzero.errors import CacheCorruptionError, ConfigurationError, InvalidInputError
-from layerzero.perfdb.bucket import bucket_of, upper
-from layerzero.perfdb.measurement import Measurement, Platform, Surroundings, weight
+from layerzero.perfdb.measurement import Measurement, Platform, Surroundings, bucket_of, upper, weight
 from layerzero.perfdb.store import PerfDB
 from layerzero_tune.perfdb.exchange import export_json, from_json, import_json, merge, prune, verify
 

@@ -19,7 +19,7 @@ from layerzero.numerics import assert_close, tolerance
 from layerzero.public.checks import Status
 from layerzero.reasons import ReasonCode
 from layerzero.runtime.state import state
-from layerzero.selection.following import objections
+from layerzero.selection.engine import objections
 from layerzero.tables.file import hardware_of, load_table, make_table, save_table, table_json
 
 EDGES = {"seq_len_k": (64, 128, 256), "batch": (1, 4, 16)}

@@ -22,10 +22,9 @@ import torch
 import layerzero as lz
 from layerzero.dispatch.bind import Bound
 from layerzero.errors import ConfigurationError
-from layerzero.runtime.process_metrics import families
+from layerzero.runtime.observation import families
 from layerzero.runtime.state import state
-from layerzero.telemetry.counting import Histogram, KernelCounters
-from layerzero.telemetry.events import events
+from layerzero.telemetry.events import Histogram, KernelCounters, events
 from layerzero.telemetry.metrics import CATALOGUE, Family, Sample, histogram, text
 from layerzero_tune.telemetry.reading import parse_text, read
 

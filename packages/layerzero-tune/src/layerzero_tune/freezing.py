@@ -13,7 +13,7 @@ from torch import nn
 from layerzero.device.probe import probe_device
 from layerzero.errors import InvalidInputError
 from layerzero.public.traffic import record
-from layerzero.runtime.scopes import under_table
+from layerzero.runtime.policies import under_table
 from layerzero.torch_ops.imports import after_import
 from layerzero_tune.tuning import solve, tune
 

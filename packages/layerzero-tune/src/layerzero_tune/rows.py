@@ -13,15 +13,13 @@ import torch
 from layerzero.measurements.believed import REFUSED, holding, mode_of, platform_of, versions_of
 from layerzero.model.context import Context
 from layerzero.model.op import OperationSpec
-from layerzero.perfdb.bucket import bucket_of
-from layerzero.perfdb.measurement import Measurement, Surroundings
+from layerzero.perfdb.measurement import Measurement, Surroundings, bucket_of
 from layerzero.perfdb.store import PerfDB
 from layerzero.selection.world import World
 from layerzero.tuning.truth import Verdict
 from layerzero_tune.timing.baselines import TORCH_DEFAULT
-from layerzero_tune.timing.host_load import BUSY
+from layerzero_tune.timing.host_load import BUSY, LIMIT
 from layerzero_tune.timing.race import Times
-from layerzero_tune.timing.steal_time import LIMIT
 
 
 def row(

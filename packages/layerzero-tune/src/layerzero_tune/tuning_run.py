@@ -1,5 +1,8 @@
 """A tuning run over many calls: in what order, what is done already, when to stop, who does what.
 
+Under torchrun (RANK and WORLD_SIZE are set) each rank tunes its share on its own device, and all end with the same
+merged result: through a process group of the host backend, gloo, the program's own where it has one.
+
 What a call costs is written to the database as soon as it is known, then a line is added to the journal beside it. A
 run that was killed goes on where it stopped when the same one is asked for again; a finished one leaves no journal.
 """
@@ -17,19 +20,79 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from layerzero.errors import LayerZeroError
 from layerzero.measurements.believed import NOISE
-from layerzero.perfdb.bucket import bucket_of
-from layerzero.perfdb.measurement import Measurement
+from layerzero.perfdb.measurement import Measurement, bucket_of
 from layerzero.perfdb.store import PerfDB
 from layerzero.recording.traffic import Recorded, context_to_json, volume
 from layerzero.runtime.state import state
 from layerzero_tune.ahead import Ahead
-from layerzero_tune.ranks import Ranks
 from layerzero_tune.timing.race import free_device_memory
 from layerzero_tune.trial import Trial, trial
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among those that work together."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    _group: Any = None
+    _own: bool = False
+
+    @staticmethod
+    def of_process() -> Ranks:
+        """From the environment that torchrun sets, or from the group that the program has joined already."""
+        import torch.distributed as dist
+
+        if not dist.is_available():
+            return Ranks()
+        local = int(os.environ.get("LOCAL_RANK", "0") or 0)
+        if dist.is_initialized():
+            size = dist.get_world_size()
+            return Ranks(dist.get_rank(), size, local, _host_group()) if size > 1 else Ranks()
+        if int(os.environ.get("WORLD_SIZE", "1") or 1) < 2 or "RANK" not in os.environ:
+            return Ranks()
+        dist.init_process_group("gloo")
+        return Ranks(dist.get_rank(), dist.get_world_size(), local, None, True)
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[Item]) -> list[Item]:
+        """This rank's part of a list that all ranks hold: every size-th, so that each gets large and small ones."""
+        return list(items[self.rank :: self.size])
+
+    def gathered(self, mine: Item) -> list[Item]:
+        """What every rank found, in the order of ranks, on all of them."""
+        if self.size == 1:
+            return [mine]
+        import torch.distributed as dist
+
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, mine, group=self._group)
+        return found
+
+    def close(self) -> None:
+        if self._own:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+
+def _host_group() -> Any:
+    """A group that carries Python objects: the program's own on the CPU, else one beside it."""
+    import torch.distributed as dist
+
+    return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
 
 COMPILE_S = 90.0  # that kernels may compile, where nothing is said: a tuning run takes two minutes at most
 _SECONDS, _SECONDS_ON_A_GPU, _SAMPLES = 2.0, {True: 0.3, False: 0.1}, {True: 12, False: 6}  # thorough or not

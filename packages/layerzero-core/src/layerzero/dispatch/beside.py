@@ -223,7 +223,7 @@ def order_for(spec: OperationSpec, ctx: Context, kernel: KernelSpec, args: tuple
         return None
     from layerzero.dispatch.bind import own_layout
     from layerzero.isolation.compilers import order_text
-    from layerzero.isolation.values import Unsendable
+    from layerzero.isolation.wire import Unsendable
 
     asked = replace(ctx, backend=kernel.kernel_id, capturing=False, switched_off=frozenset())
     decision = select(asked, blocking(world))

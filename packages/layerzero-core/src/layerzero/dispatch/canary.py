@@ -19,7 +19,7 @@ from torch import Tensor
 
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import Bound, bind
-from layerzero.dispatch.faults import lost_device
+from layerzero.dispatch.failover import lost_device
 from layerzero.errors import from_outside
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision

@@ -26,9 +26,8 @@ import torch
 from layerzero import env
 from layerzero.errors import BackendNotAvailableError, LayerZeroError, from_outside
 from layerzero.jit import cache as jit_cache
-from layerzero.jit.index import Index
+from layerzero.jit.index import Index, with_hopeless
 from layerzero.jit.inputs import exercise, likeness
-from layerzero.jit.known import failure, with_hopeless
 from layerzero.jit.queue import Queue
 from layerzero.model.artifact import Artifact, words_of
 from layerzero.model.context import Context
@@ -122,7 +121,7 @@ def not_ready(artifact: Artifact, text: str, folder: Path | None, began: int) ->
     text = text[:2_000] or "no word of its compiler"
     _log.warning("%s cannot be compiled and is left alone: %s", words_of(artifact), text.splitlines()[0])
     events.tell("compile", error=text.splitlines()[0][:300], kernel=artifact[0], artifact=words_of(artifact))
-    put_failure(artifact, failure(text.splitlines()[0][:300]), began)
+    put_failure(artifact, reason("JIT_FAILED", text.splitlines()[0][:300]), began)
     if folder is not None:
         _write(Index(folder), artifact, error=text)
 
@@ -245,7 +244,7 @@ def compile_now(spec: OperationSpec, ctx: Context, kernel_id: str, args: tuple[A
             raise
         kernel = world.registry.kernels[kernel_id]
         known = state.world.uncompilable if began == state.generation else {}
-        return known.get(artifact_for(kernel, asked, world)) or failure(str(error)[:300])
+        return known.get(artifact_for(kernel, asked, world)) or reason("JIT_FAILED", str(error)[:300])
     return None
 
 

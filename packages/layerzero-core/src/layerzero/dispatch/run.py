@@ -8,25 +8,22 @@ from torch import Tensor
 
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import Bound, GuardFailed, bind
-from layerzero.dispatch.decide import current_world, decide
-from layerzero.dispatch.describe import describe
-from layerzero.dispatch.failover import fail_over, remember, set_aside
-from layerzero.dispatch.faults import Running, check_device
+from layerzero.dispatch.decide import current_world, decide, describe
+from layerzero.dispatch.failover import Running, check_device, fail_over, remember, set_aside
 from layerzero.dispatch.hot import HOT_LIMIT
 from layerzero.dispatch.traced_calls import bypass
 from layerzero.errors import BackendNotAvailableError, KernelExecutionError
 from layerzero.model.context import Context
 from layerzero.model.op import OperationSpec
-from layerzero.model.proof import kind_of
+from layerzero.model.situation import kind_of
 from layerzero.reasons import reason
 from layerzero.recording.tally import Tally
-from layerzero.runtime.half_open import on_miss
 from layerzero.runtime.pressure import pressure
 from layerzero.runtime.state import state
+from layerzero.runtime.timers import on_miss
 from layerzero.selection.engine import refuse
 from layerzero.selection.memory import device_name
-from layerzero.selection.proven import unchecked
-from layerzero.selection.world import World
+from layerzero.selection.world import World, unchecked
 from layerzero.telemetry.events import observed
 
 __all__ = ["bypass", "current_world", "decide", "describe", "miss", "ready", "recover"]

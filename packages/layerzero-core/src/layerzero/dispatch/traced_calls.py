@@ -9,8 +9,7 @@ import torch
 
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import bind
-from layerzero.dispatch.decide import current_world, decide
-from layerzero.dispatch.describe import describe
+from layerzero.dispatch.decide import current_world, decide, describe
 from layerzero.dispatch.hot import aside
 from layerzero.errors import KernelExecutionError
 from layerzero.model.context import Context

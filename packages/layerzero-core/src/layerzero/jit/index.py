@@ -14,11 +14,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from layerzero.files import set_aside, write_whole
 from layerzero.jit.cache import locked
 from layerzero.model.artifact import Artifact
+from layerzero.plugin.artifacts import cache_folder, distrust
+from layerzero.reasons import Reason, reason
 
 _log = logging.getLogger("layerzero.jit")
 _SCHEMA_VERSION = "1.0"
@@ -26,6 +29,7 @@ _MAX_BYTES = 16 * 2**20
 _MAX_ENTRIES = 4_096
 _MAX_TEXT = 2_000
 _LOCK_S = 10.0
+_GIVE_UP = 3  # artifacts of one kernel that fail before the whole kernel is left alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +97,18 @@ class Index:
             before = dict(known)
             edit(known)
             if known != before:
-                self._write(list(known.values())[-_MAX_ENTRIES:])
+                rows = [asdict(entry) for entry in list(known.values())[-_MAX_ENTRIES:]]
+                text = json.dumps({"schema_version": _SCHEMA_VERSION, "entries": rows}, indent=1)
+                write_whole(self.path, text + "\n")
 
     def _load(self) -> dict[Artifact, Entry]:
         try:
             if self.path.stat().st_size > _MAX_BYTES:
                 raise ValueError(f"larger than {_MAX_BYTES} bytes")
-            return {entry.artifact: entry for entry in _parse(json.loads(self.path.read_bytes()))}
+            data = json.loads(self.path.read_bytes())
+            if not isinstance(data, Mapping) or data.get("schema_version") != _SCHEMA_VERSION:
+                raise ValueError(f"expected an object with schema_version {_SCHEMA_VERSION}")
+            return {entry.artifact: entry for entry in map(_entry, data["entries"])}
         except FileNotFoundError:
             return {}
         except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -109,17 +118,6 @@ class Index:
         except OSError as error:
             _log.warning("the index of compiled kernels cannot be read: %s", error)
             return {}
-
-    def _write(self, entries: Iterable[Entry]) -> None:
-        rows = [asdict(entry) for entry in entries]
-        text = json.dumps({"schema_version": _SCHEMA_VERSION, "entries": rows}, indent=1)
-        write_whole(self.path, text + "\n")
-
-
-def _parse(data: Any) -> list[Entry]:
-    if not isinstance(data, Mapping) or data.get("schema_version") != _SCHEMA_VERSION:
-        raise ValueError(f"expected an object with schema_version {_SCHEMA_VERSION}")
-    return [_entry(row) for row in data["entries"]]
 
 
 def _entry(row: Mapping[str, Any]) -> Entry:
@@ -131,3 +129,26 @@ def _entry(row: Mapping[str, Any]) -> Entry:
     if not all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers):
         raise ValueError("an entry has a number of the wrong type")
     return Entry(row["kernel_id"], values, row["error"], evidence, *numbers)
+
+
+def known() -> dict[str, Any]:
+    """The part of a World that the index on disk fills."""
+    folder = cache_folder()
+    if distrust(folder) is not None:
+        return {}
+    index = Index(folder)
+    failed = {artifact: reason("JIT_FAILED", text) for artifact, text in index.failed().items()}
+    return {"ready": index.ready(), "uncompilable": with_hopeless(failed)}
+
+
+def with_hopeless(failed: Mapping[Any, Reason]) -> Mapping[Any, Reason]:
+    """Kernels that failed for several values are left alone for all of them."""
+    found = dict(failed)
+    by_kernel: dict[tuple[str, ...], list[Any]] = {}
+    for key, why in failed.items():
+        if isinstance(key, tuple) and why.code == "JIT_FAILED":
+            by_kernel.setdefault((key[0], *key[1][:2]), []).append(key)
+    for (kernel_id, *_), keys in by_kernel.items():
+        if len(keys) >= _GIVE_UP:
+            found[kernel_id] = failed[keys[-1]]
+    return MappingProxyType(found)

@@ -19,11 +19,9 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
-from layerzero.measurements.noise import alike, median_error
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
-from layerzero.perfdb.bucket import bucket_of
-from layerzero.perfdb.measurement import NO_TRUST, Measurement, Platform, weight
+from layerzero.perfdb.measurement import NO_TRUST, Measurement, Platform, alike, bucket_of, median_error, weight
 from layerzero.perfdb.store import PerfDB
 from layerzero.reasons import Reason, reason
 from layerzero.registry.kernels import KernelRegistry

@@ -6,11 +6,14 @@ import hashlib
 import json
 import math
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from layerzero.errors import InvalidInputError, invalid
+from layerzero.model.context import Context
+from layerzero.model.situation import situation
 
 # A spread (standard deviation over median) at which a measurement counts half, and one beyond which it counts nothing.
 HALF_TRUST = 0.25
@@ -152,3 +155,39 @@ def weight(measurement: Measurement) -> float:
 
 def _digest(*parts: str) -> bytes:
     return hashlib.sha256("\0".join(parts).encode()).digest()[:16]
+
+
+# Sizes that vary with traffic rather than with the model.
+GROWING = frozenset({"batch", "seq_len_q", "seq_len_k", "rows", "tokens", "tokens_k", "num_blocks"})
+
+
+def upper(size: int) -> int:
+    """The end of the bucket of a size: the next power of two; 0 and 1 stand for themselves."""
+    return size if size < 2 else 1 << (size - 1).bit_length()
+
+
+def bucket_of(ctx: Context, growing: Iterable[str] = ()) -> str:
+    """The bucket of a call as stable text. `growing` names further axes of the op that vary from call to call."""
+    axes = GROWING | set(growing)
+    sizes = {name: upper(size) if name in axes else size for name, size in ctx.dims}
+    return json.dumps({"sizes": sizes, "when": dict(situation(ctx))}, sort_keys=True, separators=(",", ":"))
+
+
+SURE = 2.0  # standard errors
+_MEDIAN_ERROR = 1.2533  # standard error of a median over that of a mean
+_WIDEST = 0.05  # the band ends here, however unsteady the times are
+
+
+def median_error(variance: float, samples: int) -> float:
+    """Standard error of the median of so many samples."""
+    return _MEDIAN_ERROR * math.sqrt(variance / samples)
+
+
+def alike(best_us: float, best_error: float, us: float, error: float, noise: float) -> bool:
+    """Whether a time is inside the noise band of the best one.
+
+    The band is `noise`, or two standard errors of the difference where the times are less steady than that, but never
+    more than five percent: a kernel that is further behind is not chosen for its name.
+    """
+    spread = SURE * math.hypot(best_error, error) / best_us
+    return us <= best_us * (1.0 + max(noise, min(_WIDEST, spread)))

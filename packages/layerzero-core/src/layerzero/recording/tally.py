@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from layerzero.telemetry.counting import counter_value
+from layerzero.telemetry.events import counter_value
 
 if TYPE_CHECKING:
     from layerzero.dispatch.bind import Bound

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from layerzero import env
 from layerzero.errors import LayerZeroError
 from layerzero.forking import in_child
+from layerzero.health.breaker import LAST_RESORT
 from layerzero.health.crash_markers import CrashMarker, CrashMarkers, gather
 from layerzero.health.quarantine import SUSPECTED, Quarantine, default_file
-from layerzero.health.registry import LAST_RESORT
 from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import KernelSpec
 from layerzero.reasons import Reason, ReasonCode

@@ -16,7 +16,7 @@ from layerzero.runtime.late_ops import LATE_OPS, LateTable
 
 if TYPE_CHECKING:
     from layerzero.model.op import Op
-    from layerzero.runtime.scopes import Scope
+    from layerzero.runtime.policies import Scope
 
 scope: ContextVar[Scope | None] = ContextVar("layerzero_scope", default=None)
 

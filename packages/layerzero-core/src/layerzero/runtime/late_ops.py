@@ -22,7 +22,7 @@ LATE_OPS: dict[str, str] = {
     "xpos": "layerzero._ops.rotary",
     "grouped_attention": "layerzero._ops.grouped",
     "grouped_gemm": "layerzero._ops.moe",
-    "mlp": "layerzero._ops.feed_forward",
+    "mlp": "layerzero._ops.moe",
     "moe": "layerzero._ops.moe",
     "topk_gate": "layerzero._ops.moe",
     "mla_paged_attention": "layerzero._ops.mla",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerzero.errors import DispatchTableError
 from layerzero.forking import fresh_lock, in_child
-from layerzero.health.registry import HealthRegistry
+from layerzero.health.breaker import HealthRegistry
 from layerzero.model.config import Policy
 from layerzero.model.decision import Decision
 from layerzero.model.op import OperationSpec
@@ -92,7 +92,7 @@ class Runtime:
         self.warmup: Any = None  # the latest warm-up
         self._listeners: list[Callable[[World], None]] = []
         self._forgetting: list[Callable[[], None]] = []
-        self._unsubscribe = self.health.subscribe(self._health_changed)
+        self.health.subscribe(self._health_changed)
 
     # -- reading ---------------------------------------------------------------------------------
     @property
@@ -139,13 +139,16 @@ class Runtime:
         self, registry: KernelRegistry, ops: Mapping[str, OperationSpec], policy: Policy, *, proven: bool
     ) -> World:
         """A World of these kernels; quarantined ones are blocked, compiled ones known, and proofs asked for."""
-        from layerzero.jit.known import known
         from layerzero.runtime.crashes import take_up
 
         self._apply(policy)
         take_up(self, registry)
         both: ChainMap[str, Any] = ChainMap(builtin_ops, dict(ops))
-        world = World(registry=registry, ops=both, policy=policy, **known(registry))
+        world = World(registry=registry, ops=both, policy=policy)
+        if any(kernel.jit for kernel in registry.kernels.values()):  # else no index of compiled kernels is read
+            from layerzero.jit.index import known
+
+            world = world.changed(**known())
         if proven:
             return world
         from layerzero.runtime.proof_registry import proof_registry

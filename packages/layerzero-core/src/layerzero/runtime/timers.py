@@ -1,17 +1,29 @@
-"""The clock's part: a breaker's cooldown ends, a timeboxed policy expires. One daemon timer, armed on demand."""
+"""The clock's part: a breaker's cooldown ends, a timeboxed policy expires. One daemon timer, armed on demand.
+
+A breaker whose cooldown is over is not handed real calls before `layerzero_health` of its backend has passed. Built-in
+backends are asked in this process; others in a process of their own, because a vendor that failed may crash or hang. A
+backend without such a hook is half-opened at once, and its next call is the test. Nothing of this runs on the path
+of a call: the timer's thread does it.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from layerzero.forking import fresh_lock, in_child
+from layerzero.model.status import HealthReport
+from layerzero.reasons import reason
 
 if TYPE_CHECKING:
+    from layerzero.plugin.manager import PluginRecord
     from layerzero.runtime.state import Runtime
 
+_log = logging.getLogger("layerzero.health")
+_one_at_a_time = threading.Lock()
 _SLACK_S = 0.005  # fire just after a deadline, so that "now >= deadline" holds when the callback looks
 
 
@@ -49,8 +61,6 @@ class Timers:
             return
 
         def tick() -> None:
-            from layerzero.runtime.half_open import advance
-
             advance(runtime)
             self.at_health_deadline(runtime)
 
@@ -69,3 +79,112 @@ class Timers:
 
 timers = Timers()
 in_child(timers.forget)
+
+
+def on_miss(runtime: Runtime) -> bool:
+    """On the cold path: half-open what needs no self test; True when that changed the World."""
+    health = runtime.health
+    if health.next_deadline() is None:
+        return False
+    due = health.due()
+    plain = [item for item in due if not has_self_test(runtime, _backend(runtime, *item))]
+    if len(plain) < len(due):  # the timer's thread may be gone (a fork) or late: see that one is under way
+        timers.ensure_health(runtime)
+    return bool(plain) and health.tick(only=plain)
+
+
+def advance(runtime: Runtime) -> bool:
+    """Test every backend one of whose breakers may half-open, and move those that pass; True when any moved."""
+    health = runtime.health
+    with _one_at_a_time:
+        due = health.due()
+        passed: list[tuple[str, str]] = []
+        told: dict[str, str | None] = {}
+        for kind, name in due:
+            backend = _backend(runtime, kind, name)
+            if backend not in told:
+                told[backend] = self_test(runtime, backend)
+            wrong = told[backend]
+            if wrong is None:
+                passed.append((kind, name))
+            else:
+                _log.warning("%s %s stays set aside: %s", kind, name, wrong)
+                health.rest(kind, name, wrong)
+        moved = bool(passed) and health.tick(only=passed)
+        for backend, wrong in told.items():
+            # For the backend's own breaker a passed self test is a good run; a kernel's next call is its own.
+            if wrong is None and ("backend", backend) in passed and has_self_test(runtime, backend):
+                health.backend_succeeded(backend)
+        return moved
+
+
+def _backend(runtime: Runtime, kind: str, name: str) -> str:
+    if kind == "backend":
+        return name
+    kernel = runtime.world.registry.kernels.get(name)
+    return name.partition(".")[0] if kernel is None else kernel.backend
+
+
+def _record(runtime: Runtime, backend: str) -> PluginRecord | None:
+    return next((item for item in runtime.records if backend in item.backends), None)
+
+
+def _plugin(runtime: Runtime, backend: str) -> Any:
+    record, manager = _record(runtime, backend), runtime.plugin_manager
+    return None if record is None or manager is None else manager.get_plugin(record.name)
+
+
+def has_self_test(runtime: Runtime, backend: str) -> bool:
+    """Whether a backend can be asked, and the policy wants it asked."""
+    asked = runtime.health.snapshot().settings.probe
+    return asked and getattr(_plugin(runtime, backend), "layerzero_health", None) is not None
+
+
+def self_test(runtime: Runtime, backend: str) -> str | None:
+    """What is wrong with a backend according to its own known-answer test; None when nothing is, or nobody knows."""
+    if not has_self_test(runtime, backend):
+        return None
+    limit = runtime.health.snapshot().settings.probe_timeout_s
+    record = _record(runtime, backend)
+    if record is not None and not record.builtin:
+        return _in_own_process(runtime, backend, limit)
+    return _in_this_process(_plugin(runtime, backend), backend, limit)
+
+
+def _in_this_process(plugin: Any, backend: str, limit: float) -> str | None:
+    from layerzero.plugin.manager import call_hook
+
+    said: list[Any] = []
+
+    def ask() -> None:
+        try:
+            said.append(call_hook(plugin, "layerzero_health", backend=backend))
+        except Exception as error:
+            said.append(HealthReport(backend, False, f"{type(error).__name__}: {error}"[:400]))
+
+    thread = threading.Thread(target=ask, name="layerzero-self-test", daemon=True)
+    thread.start()
+    thread.join(limit)
+    if not said:
+        return str(reason("KERNEL_TIMEOUT", f"the self test of {backend}", limit))
+    return _wrong(said[0])
+
+
+def _in_own_process(runtime: Runtime, backend: str, limit: float) -> str | None:
+    from layerzero.isolation.proxy import settings_for
+    from layerzero.plugin.probing import probe
+
+    world = runtime.world
+    enclosure = settings_for(backend, world).enclosure if backend in world.enclosed else None
+    found = probe(backend, limit, enclosure=enclosure)
+    if not found.status.available:
+        return str(found.status.reasons[0]) if found.status.reasons else "it is not available any more"
+    return _wrong(found.health)
+
+
+def _wrong(said: Any) -> str | None:
+    if said is None:
+        return None
+    if not isinstance(said, HealthReport):
+        return str(reason("HEALTH_CHECK_FAILED", f"layerzero_health gave {type(said).__name__}"))
+    return None if said.ok else str(reason("HEALTH_CHECK_FAILED", said.detail))

@@ -13,13 +13,12 @@ from layerzero.model.artifact import Artifact, artifact_of
 from layerzero.model.context import Context
 from layerzero.model.decision import Transform
 from layerzero.model.kernel import KernelSpec
+from layerzero.model.situation import kind_of
 from layerzero.policy.rules import NEUTRAL, Judge, Verdict, matches_any
 from layerzero.reasons import Reason, ReasonCode, reason
 from layerzero.selection.memory import objection
-from layerzero.selection.proven import closed
-from layerzero.selection.proven import objection as unchecked
 from layerzero.selection.transforms import adaptations, apart, passage
-from layerzero.selection.world import World
+from layerzero.selection.world import World, closed, unproven
 
 
 class Filtered(NamedTuple):
@@ -91,9 +90,8 @@ def examine(
                 against += () if short is None else (short,)
             if trials and kernel.kernel_id != fallback_id:
                 against += _on_trial(kernel, ctx, world, locked)
-            if shut and kernel.kernel_id != fallback_id:
-                missing = unchecked(kernel, ctx, world)
-                against += () if missing is None else (missing,)
+            if shut and kernel.kernel_id != fallback_id and unproven(kernel, ctx, world):
+                against.append(reason("FIRST_USE_UNCHECKED", kind_of(ctx)))
             if kernel.jit:
                 against += _compiled(kernel, ctx, world)
             if graphs and not _whitelisted(kernel, policy.graph_whitelist):

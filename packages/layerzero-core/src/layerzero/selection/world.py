@@ -17,9 +17,10 @@ from layerzero.health.breaker import Health
 from layerzero.model.artifact import Artifact
 from layerzero.model.config import Policy
 from layerzero.model.context import Context
-from layerzero.model.expectation import Expectation
+from layerzero.model.decision import Expectation
 from layerzero.model.kernel import BackendSpec, KernelSpec
 from layerzero.model.op import OperationSpec
+from layerzero.model.situation import draws
 from layerzero.reasons import Reason
 from layerzero.registry.kernels import KernelRegistry
 
@@ -134,3 +135,29 @@ def measurement_settings(world: World, *, jit: str = "block") -> World:
         jit=jit,
     )
     return world.changed(policy=policy, measurements=Measurements(), table=None, tally=None)
+
+
+def unchecked(spec: OperationSpec, kernel: KernelSpec, ctx: Context, world: World) -> bool:
+    """Whether a kernel's answer to such a call has to be checked before it is used. An op's fallback defines it."""
+    return world.proofs is not None and kernel.kernel_id != spec.fallback_id and unproven(kernel, ctx, world)
+
+
+def unproven(kernel: KernelSpec, ctx: Context, world: World) -> bool:
+    """Whether nothing vouches for a kernel here: no kit, no check, no measurement with its error."""
+    return proof(kernel, ctx, world) is None
+
+
+def proof(kernel: KernelSpec, ctx: Context, world: World) -> str | None:
+    """By what a kernel is proven for such calls, in words; None where it is not."""
+    if world.proofs is None or world.policy.on_first_use == "off":
+        return "not asked for"
+    grouped = world.ranks is not None
+    found = world.proofs.of(kernel, ctx, grouped)
+    if found is None and not grouped and world.measurements.lookup(kernel.kernel_id, ctx) is not None:
+        return "measured"
+    return found
+
+
+def closed(ctx: Context) -> bool:
+    """Where nothing can be checked: inside a capture or a compiled graph, and where numbers are drawn."""
+    return ctx.capturing or "graph" in ctx.needs or draws(ctx)

@@ -27,8 +27,7 @@ from layerzero.reasons import Reason, reason
 from layerzero.recording.traffic import volume
 from layerzero.runtime.state import state
 from layerzero.selection.filter import artifact_for
-from layerzero.selection.proven import unchecked
-from layerzero.selection.world import World
+from layerzero.selection.world import World, unchecked
 from layerzero.startup.manifest import Item
 
 _log = logging.getLogger("layerzero.jit")

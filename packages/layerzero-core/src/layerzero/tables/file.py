@@ -17,9 +17,26 @@ from layerzero.json_form import plain
 from layerzero.model.device import DeviceSpec
 from layerzero.model.dispatch_table import DispatchTable, Hardware, PlanEntry
 from layerzero.reasons import ReasonCategory, ReasonCode
-from layerzero.registry.kinds import decoded, digest, read
+from layerzero.registry.kinds import (
+    FLAG,
+    Field,
+    Kind,
+    Record,
+    choice,
+    decoded,
+    digest,
+    either,
+    list_of,
+    map_of,
+    number,
+    read,
+    text,
+    whole,
+)
 
 _MAX_BYTES = 64 << 20
+_MAX_PLANS = 1 << 20
+SCHEMA_VERSION = "1.0"
 
 
 def hardware_of(device: DeviceSpec, threads: int | None = None) -> Hardware:
@@ -64,7 +81,13 @@ def load_table(path: str | os.PathLike[str], *, key: str | os.PathLike[str] | No
 
     With a `key` (default: LAYERZERO_TABLE_KEY) a table that is not signed with it is refused, too.
     """
-    return _trusted(_read(Path(path)), key)
+    name = Path(path)
+    try:
+        data = decoded(read(name, _MAX_BYTES))
+    except CapabilitiesError as error:
+        code = error.code if error.code.category is ReasonCategory.CONFIG else ReasonCode.PLAN_FILE_INVALID
+        raise _bad(name, error.body.removeprefix(": "), code) from None
+    return _trusted(_parsed(name, data), key)
 
 
 def table_from_json(data: Any, name: str = "table", *, key: str | os.PathLike[str] | None = None) -> DispatchTable:
@@ -81,17 +104,7 @@ def _trusted(found: DispatchTable, key: str | os.PathLike[str] | None) -> Dispat
     return found
 
 
-def _read(name: Path) -> DispatchTable:
-    try:
-        data = decoded(read(name, _MAX_BYTES))
-    except CapabilitiesError as error:
-        code = error.code if error.code.category is ReasonCategory.CONFIG else ReasonCode.PLAN_FILE_INVALID
-        raise _bad(name, error.body.removeprefix(": "), code) from None
-    return _parsed(name, data)
-
-
 def _parsed(name: Path, data: Any) -> DispatchTable:
-    from layerzero.tables.schema import SCHEMA_VERSION, TABLE
 
     found = data.get("schema_version") if isinstance(data, dict) else None
     if found != SCHEMA_VERSION:
@@ -130,7 +143,7 @@ def _content(table: DispatchTable) -> dict[str, Any]:
     if hardware["threads"] is None:
         del hardware["threads"]
     return {
-        "schema_version": "1.0",
+        "schema_version": SCHEMA_VERSION,
         "model_id": table.model_id,
         "hardware_signature": hardware,
         "policy_hash": table.policy_hash,
@@ -157,3 +170,68 @@ def _bad(
     name: Path, why: str, code: ReasonCode = ReasonCode.PLAN_FILE_INVALID, *, value: object = None, limit: object = None
 ) -> DispatchTableError:
     return DispatchTableError(f"{name.name}: {why}", code=code, value=why if value is None else value, limit=limit)
+
+
+# -- the form of a file, as one declarative table -------------------------------------------------------------------
+_TEXT, _ANY_TEXT, _HASH = text(), text(empty=True), text(r"^.{8,}\Z", "a hash")
+_ANYTHING = Kind(lambda value, where: value, dict)
+
+
+def _maybe(kind: Kind) -> Kind:
+    return either(lambda value: value is None, Kind(lambda value, where: None, lambda: {"type": "null"}), kind)
+
+
+_MACHINE = Record(
+    "machine",
+    (
+        Field("signature", _HASH, "decides whether the table holds", required=True),
+        Field("device", _ANY_TEXT, "where it was solved", required=True),
+        Field("driver", _maybe(_ANY_TEXT), "of the device"),
+        Field("torch", _maybe(_ANY_TEXT), "its version"),
+        Field("backends", map_of(_ANY_TEXT, _ANY_TEXT), "vendor libraries and their versions", default={}),
+        Field("threads", _maybe(whole(1)), "of torch, for times on a CPU"),
+    ),
+)
+_BUCKET = Record(
+    "bucket",
+    (
+        Field("op", _TEXT, "the op", required=True),
+        Field("when", map_of(_ANYTHING, _ANY_TEXT), "properties of the call that are not defaults", default={}),
+        Field("sizes", map_of(whole(), _ANY_TEXT), "axis to the end of its bucket, or the exact size", required=True),
+    ),
+)
+_OP = Record(
+    "op",
+    (
+        Field("op", _TEXT, "the op", required=True),
+        Field("kernel_id", _TEXT, "the kernel that serves it", required=True),
+        Field("median_us", _maybe(number(0.0)), "its time"),
+        Field("error", _maybe(number(0.0)), "its largest error"),
+        Field("busy", FLAG, "others used the machine while the time was taken", default=False),
+    ),
+)
+_PLAN = Record(
+    "plan",
+    (
+        Field("bucket", _BUCKET, "the calls it speaks of", required=True),
+        Field("ops", list_of(_OP, 1, to=list, unique=False, most=1), "the kernel of its op", required=True),
+        Field("jit_artifacts", list_of(_ANY_TEXT, to=list, unique=False), "what its kernel has compiled", default=()),
+    ),
+)
+_FALLBACK = Record("fallback", (Field("mode", choice(frozenset({"runtime_select"})), "calls without a plan"),))
+TABLE = Record(
+    "dispatch_table.json",
+    (
+        Field("schema_version", choice(frozenset({SCHEMA_VERSION})), "version of this format", required=True),
+        Field("model_id", _ANY_TEXT, "the model it was solved for", default=""),
+        Field("hardware_signature", _MACHINE, "the machine it holds for", required=True),
+        Field("policy_hash", _HASH, "the policy it was solved under", required=True),
+        Field("kernels", map_of(_ANY_TEXT, _ANY_TEXT), "kernels and their versions", required=True),
+        Field("buckets", map_of(map_of(list_of(whole(), to=tuple, unique=False), _ANY_TEXT), _ANY_TEXT),
+              "op to axis to the ends of its buckets", required=True),
+        Field("plans", list_of(_PLAN, to=list, unique=False, most=_MAX_PLANS), "one for each bucket", required=True),
+        Field("fallback", _FALLBACK, "what happens to a call that no plan covers"),
+        Field("content_hash", text(r"^.{64}\Z", "a sha256"), "over everything else", required=True),
+        Field("signature", _maybe(_ANY_TEXT), "of the hash"),
+    ),
+)  # fmt: skip

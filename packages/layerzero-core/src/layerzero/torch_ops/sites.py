@@ -22,7 +22,7 @@ from layerzero.dispatch.late import current_world, recover
 from layerzero.dispatch.run import decide, describe
 from layerzero.model.shapes import ordered, ordered_empty
 from layerzero.runtime.current import now, scope
-from layerzero.selection.proven import unchecked
+from layerzero.selection.world import unchecked
 from layerzero.torch_ops.functions import functions
 from layerzero.torch_ops.lowering import CAUSAL, pair
 from layerzero.torch_ops.opaque import bare, present

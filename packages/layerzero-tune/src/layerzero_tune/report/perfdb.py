@@ -11,8 +11,7 @@ from layerzero.dispatch.run import current_world, decide
 from layerzero.errors import LayerZeroError
 from layerzero.measurements.believed import NOISE, REFUSED, TORCH_DEFAULT
 from layerzero.model.context import Context
-from layerzero.perfdb.bucket import bucket_of
-from layerzero.perfdb.measurement import Measurement
+from layerzero.perfdb.measurement import Measurement, bucket_of
 from layerzero.perfdb.store import PerfDB
 from layerzero_tune.bench.contest import compete
 from layerzero_tune.report.data import Measured, Timed

@@ -17,7 +17,7 @@ from dataclasses import replace
 from layerzero.measurements.believed import TORCH_DEFAULT
 from layerzero.model.context import Context
 from layerzero.model.op import Op
-from layerzero.perfdb.bucket import upper
+from layerzero.perfdb.measurement import upper
 from layerzero.tuning.inputs import op_named
 from layerzero_tune.timing.race import Times
 
@@ -49,31 +49,31 @@ def within(ctx: Context) -> list[Context]:
     return [item for item in found if item is not None]
 
 
-def _at(ctx: Context, size_of: Callable[[int], int]) -> Context | None:
+def _at(ctx: Context, size_of: Callable[[int, int, int], int]) -> Context | None:
+    """The call with other growing sizes: by what each is, and where its bucket begins and ends."""
     op = op_named(ctx.op)
     if not (ctx.op in _FREE or (isinstance(op, Op) and op.row_wise)):
         return None
     if ctx.needs_grad or ctx.capturing or "paged_prefill" in ctx.needs:
         return None
-    sizes = {name: size_of(size) if name in _GROWING else size for name, size in ctx.dims}
+    sizes = dict(ctx.dims)
+    for name in _GROWING:
+        if name in sizes:
+            size, last = sizes[name], upper(sizes[name])
+            sizes[name] = size_of(size, last // 2 + 1 if size > 1 else size, last)
     dims = tuple(sizes.items())
     return None if dims == tuple(ctx.dims) else replace(ctx, dims=dims)
 
 
-def _far(size: int) -> int:
-    last = upper(size)
-    first = last // 2 + 1 if size > 1 else size
+def _far(size: int, first: int, last: int) -> int:
     return first if size * size >= first * last else last
 
 
-def _middle(size: int) -> int:
-    last = upper(size)
-    first = last // 2 + 1 if size > 1 else size
+def _middle(size: int, first: int, last: int) -> int:
     return min(last, math.isqrt(first * last) | 1)
 
 
-def _upper(size: int) -> int:
-    last = upper(size)
+def _upper(size: int, first: int, last: int) -> int:
     return min(last, (last - last // 16) | 1)
 
 
@@ -107,8 +107,6 @@ def weighed(times: Mapping[str, Times], *elsewhere: Mapping[str, Times]) -> dict
     for name in set.intersection(*(set(place) for place in elsewhere)) if elsewhere else ():
         behind = math.prod(place[name].median_us / first for place, first in zip(elsewhere, best, strict=True))
         more = behind ** (1.0 / (1 + len(elsewhere)))
-        here = times[name]
-        told[name] = replace(
-            here, median_us=here.median_us * more, p95_us=here.p95_us * more, p99_us=here.p99_us * more
-        )
+        us = {kind: getattr(times[name], kind) * more for kind in ("median_us", "p95_us", "p99_us")}
+        told[name] = replace(times[name], **us)
     return told

@@ -1,7 +1,11 @@
-"""Head-to-head timing: all contestants in every round, so that drift hits them alike, until the winner is clear."""
+"""Head-to-head timing: all contestants in every round, so that drift hits them alike, until the winner is clear.
+
+Who races is told by three samples of everyone, in turns: only whoever is far behind by the fastest of them is left out.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import statistics
@@ -13,10 +17,10 @@ from typing import Any
 import torch
 
 from layerzero.errors import InvalidInputError
-from layerzero.measurements.noise import SURE, alike, median_error
+from layerzero.perfdb.measurement import SURE, alike, median_error
 from layerzero.selection.score import tie
 from layerzero_tune.timing.clock import Clock, clock_for, cpu_clock, cuda_clock
-from layerzero_tune.timing.steady import quick_core
+from layerzero_tune.timing.host_load import quick_core
 
 LOOKS = 40  # rounds of a race that is spread over time
 
@@ -34,6 +38,10 @@ _BRIEF_US = 2_000.0  # a longer call outlasts what the threads of another leave 
 _SETTLE_NS = 1_500_000
 _WILD = 0.25  # a spread at which selection believes a time only half
 _PATIENCE = 3.0  # times the seconds, where those who may have won are too unsteady to be told apart
+_HOPELESS = 4.0  # a kernel whose fastest sample takes so many times the best one's is not raced
+_NEAR_US = 100.0  # but whoever is no further behind than this is: a late launch or an interruption is of that size
+_SAMPLES = 3  # of everyone, before anyone is left out: one sample is at the mercy of one interruption
+_TOGETHER, _TOGETHER_US = 5, 4_000.0  # calls of such a sample, where they are short
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,10 @@ class Times:
     def error_us(self) -> float:
         """Standard error of the median, by the steady part of the samples."""
         return median_error(self.steady, self.samples)
+
+    def near(self, best: Times, noise: float) -> bool:
+        """Whether it cannot be told from the best one."""
+        return alike(best.median_us, best.error_us, self.median_us, self.error_us, noise)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +122,50 @@ def race(
     if not contestants:
         raise InvalidInputError("nobody to time", code="VALUE_INVALID", value=0, limit="at least 1")
     clock = clock_for(device) if clock is None else clock
-    if clock is cuda_clock:  # the host's part of a short call must not depend on the core it happens to run on
-        for call in contestants.values():
-            call()  # whatever starts threads does so before this one is bound to a core
-        with quick_core():
-            return _race(contestants, least, most, warmup, seconds, noise, clock, settle, each_round, rounds)
-    return _race(contestants, least, most, warmup, seconds, noise, clock, settle, each_round, rounds)
+    with contextlib.ExitStack() as until_the_end:
+        if clock is cuda_clock:  # the host's part of a short call must not depend on the core it happens to run on
+            for call in contestants.values():
+                call()  # whatever starts threads does so before this one is bound to a core
+            until_the_end.enter_context(quick_core())
+        start = time.perf_counter()
+        once = {name: _once(clock, call, warmup) for name, call in contestants.items()}
+        batch = {name: calls_a_sample(us, cold=clock is cuda_clock) for name, us in once.items()}
+        short = min(once.values()) < _SHORT_US
+        enough = max(least, min(_SHORT_ROUNDS * least, _MANY_ROUNDS)) if short else least
+        most = max(most, enough)
+        if rounds is not None:
+            least, enough, most = rounds, rounds, rounds
+        samples: dict[str, list[float]] = {name: [] for name in contestants}
+        running, done, clear = list(contestants), 0, False
+        behind = _DROP_COLD_AT if clock is cuda_clock else _DROP_AT
+        gc.collect(1)  # what the last calls left behind; all that a large program holds would take longer than the race
+        if gc.isenabled():
+            gc.disable()
+            until_the_end.callback(gc.enable)
+        for done in range(1, most + 1):
+            if each_round is not None:
+                each_round()
+            for name in running if done % 2 else running[::-1]:
+                if settle and clock is cpu_clock and once[name] < _BRIEF_US:
+                    _settle(contestants[name])
+                samples[name].append(clock(contestants[name], batch[name]))
+            if done < least:
+                continue
+            medians = {name: statistics.median(found) for name, found in samples.items()}
+            best = min(medians.values())
+            if rounds is None:
+                running = [name for name in running if medians[name] <= behind * best]
+            if done < enough:
+                continue
+            clear = _clear(samples, medians, noise)
+            spent = time.perf_counter() - start
+            if clear or spent > _PATIENCE * seconds or (spent > seconds and not _unsure(samples, medians, noise)):
+                break
+    if rounds is not None:
+        samples = without_common_mode(samples)
+        clear = _clear(samples, {name: statistics.median(found) for name, found in samples.items()}, noise)
+    times = {name: Times.of(found) for name, found in samples.items()}
+    return Race(times, winner_of(times, noise), clear, done, time.perf_counter() - start)
 
 
 def over_time(contestants: Mapping[str, Callable[[], Any]], seconds: float, looks: int = LOOKS) -> Race:
@@ -136,55 +186,6 @@ def over_time(contestants: Mapping[str, Callable[[], Any]], seconds: float, look
     )  # fmt: skip
 
 
-def _race(
-    contestants: Mapping[str, Callable[[], Any]], least: int, most: int, warmup: int, seconds: float, noise: float,
-    clock: Clock, settle: bool, each_round: Callable[[], None] | None,
-    rounds: int | None,
-) -> Race:  # fmt: skip
-    start = time.perf_counter()
-    once = {name: _once(clock, call, warmup) for name, call in contestants.items()}
-    batch = {name: calls_a_sample(us, cold=clock is cuda_clock) for name, us in once.items()}
-    short = min(once.values()) < _SHORT_US
-    enough = max(least, min(_SHORT_ROUNDS * least, _MANY_ROUNDS)) if short else least
-    most = max(most, enough)
-    if rounds is not None:
-        least, enough, most = rounds, rounds, rounds
-    samples: dict[str, list[float]] = {name: [] for name in contestants}
-    running, done, clear = list(contestants), 0, False
-    behind = _DROP_COLD_AT if clock is cuda_clock else _DROP_AT
-    was_on = gc.isenabled()
-    gc.collect(1)  # what the last calls left behind; all that a large program holds would take longer than the race
-    gc.disable()
-    try:
-        for done in range(1, most + 1):
-            if each_round is not None:
-                each_round()
-            for name in running if done % 2 else running[::-1]:
-                if settle and clock is cpu_clock and once[name] < _BRIEF_US:
-                    _settle(contestants[name])
-                samples[name].append(clock(contestants[name], batch[name]))
-            if done < least:
-                continue
-            medians = {name: statistics.median(found) for name, found in samples.items()}
-            best = min(medians.values())
-            if rounds is None:
-                running = [name for name in running if medians[name] <= behind * best]
-            if done < enough:
-                continue
-            clear = _clear(samples, medians, noise)
-            spent = time.perf_counter() - start
-            if clear or spent > _PATIENCE * seconds or (spent > seconds and not _unsure(samples, medians, noise)):
-                break
-    finally:
-        if was_on:
-            gc.enable()
-    if rounds is not None:
-        samples = without_common_mode(samples)
-        clear = _clear(samples, {name: statistics.median(found) for name, found in samples.items()}, noise)
-    times = {name: Times.of(found) for name, found in samples.items()}
-    return Race(times, winner_of(times, noise), clear, done, time.perf_counter() - start)
-
-
 def leader(medians: Mapping[str, float], noise: float) -> str:
     """The fastest; of those within the noise band of the fastest, the first as selection breaks ties."""
     best = min(medians.values())
@@ -194,12 +195,7 @@ def leader(medians: Mapping[str, float], noise: float) -> str:
 def winner_of(times: Mapping[str, Times], noise: float) -> str:
     """The fastest; of those that cannot be told from it, the first as selection breaks ties."""
     best = min(times.values(), key=lambda item: item.median_us)
-    near = (
-        name
-        for name, item in times.items()
-        if alike(best.median_us, best.error_us, item.median_us, item.error_us, noise)
-    )
-    return min(near, key=tie)
+    return min((name for name, item in times.items() if item.near(best, noise)), key=tie)
 
 
 def _unsure(samples: Mapping[str, list[float]], medians: Mapping[str, float], noise: float) -> bool:
@@ -277,3 +273,22 @@ def without_common_mode(found: Mapping[str, list[float]]) -> dict[str, list[floa
     turns = zip(*([us / usual[name] for us in taken] for name, taken in found.items()), strict=True)
     common = [statistics.median(shares) for shares in turns]
     return {name: [us / share for us, share in zip(taken, common, strict=True)] for name, taken in found.items()}
+
+
+def screened(calls: Mapping[str, Callable[[], Any]], clock: Clock) -> dict[str, list[float]]:
+    """Three samples of everyone, in turns, so that what disturbs one sample does not disturb all of a kernel's."""
+    for step in calls.values():
+        step()  # warm: the first call of a bound kernel may set up a workspace
+    found = {name: [clock(step, 1)] for name, step in calls.items()}
+    for _ in range(_SAMPLES - 1):
+        for name, step in calls.items():
+            # On a GPU the first launch after a pause is a late one; several in a row show the kernel.
+            found[name].append(clock(step, _TOGETHER if found[name][0] < _TOGETHER_US else 1))
+    return found
+
+
+def pass_screening(samples: Mapping[str, list[float]]) -> list[str]:
+    """Who may win: the fastest sample of each, against the middle one of the best. One sample that came late does not
+    send its kernel away, one that met an idle machine for once does not send away the others."""
+    best = min(statistics.median(found) for found in samples.values())
+    return [name for name, found in samples.items() if min(found) <= max(_HOPELESS * best, best + _NEAR_US)]

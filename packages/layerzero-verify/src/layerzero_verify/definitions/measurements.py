@@ -19,8 +19,7 @@ from layerzero.dispatch.run import current_world, describe
 from layerzero.errors import LayerZeroError
 from layerzero.measurements.believed import mode_of, versions_of
 from layerzero.model.context import Context
-from layerzero.perfdb.bucket import bucket_of
-from layerzero.perfdb.measurement import Measurement, Platform
+from layerzero.perfdb.measurement import Measurement, Platform, bucket_of
 from layerzero_verify.definitions.adapters import adapter_for
 from layerzero_verify.definitions.dataset import Dataset, open_dataset
 from layerzero_verify.definitions.inputs import make_inputs
