@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from layerzero_verify.block import CONFIGS
 from layerzero_verify.layers import check_layer
 from layerzero_verify.lineup import LineUp
 from layerzero_verify.report import Status
-from layerzero_verify.weights import CONFIGS
 
 FUSED = "toy.add_rms_norm.fused"
 

@@ -14,17 +14,16 @@ import layerzero as lz
 from layerzero.errors import InvalidInputError, UnknownNameError
 from layerzero.numerics import Tolerance, assert_close
 from layerzero_verify import thresholds
+from layerzero_verify.block import CONFIGS, made
 from layerzero_verify.contracts import CONTRACTS, window
 from layerzero_verify.kernels import Bench
-from layerzero_verify.ladder import named, verify
-from layerzero_verify.lanes import LANES, STEPS
+from layerzero_verify.ladder import LANES, STEPS, named, verify
 from layerzero_verify.layers import check_layer
 from layerzero_verify.lineup import LineUp, Target, resolve
 from layerzero_verify.oracles import ORACLES, Truth, rope_tables
 from layerzero_verify.report import Check, Level, StageDiff, Status, judge
 from layerzero_verify.stages import STAGES, localise, red_flags
 from layerzero_verify.training import check_training, grows_exponentially
-from layerzero_verify.weights import CONFIGS, made
 
 CPU = torch.device("cpu")
 SELECTED = LineUp("as selected")
@@ -234,7 +233,7 @@ def test_the_truth_of_a_layer_is_transformers_layer() -> None:
     import transformers
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    from layerzero_verify.weights import from_transformers
+    from layerzero_verify.block import from_transformers
 
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, attn_implementation="eager"

@@ -15,7 +15,7 @@ from layerzero_verify import models
 from layerzero_verify.forward import check_model, matrix, placed
 from layerzero_verify.layers import check_stages
 from layerzero_verify.lineup import Caller, LineUp
-from layerzero_verify.patching import Events, applied, hooked, stage_of, watched
+from layerzero_verify.models import Events, applied, hooked, stage_of, watched
 from layerzero_verify.report import Check, StageError, Status
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""`lz.verify`: the rungs in order, for as much as a lane has time for, and the verdict."""
+"""`lz.verify`: the rungs in order, for as much as a lane has time for, and the verdict; a checklist for new models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias, TypeVar
 
@@ -18,13 +18,98 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.numerics import full_float32
 from layerzero.numerics.tolerances import dtype_name
 from layerzero.version import __version__
-from layerzero_verify import layers, models, training
+from layerzero_verify import forward, layers, models, training
+from layerzero_verify.block import CONFIGS, Config
 from layerzero_verify.contracts import CONTRACTS, contract, sound
 from layerzero_verify.kernels import Bench
-from layerzero_verify.lanes import LANES, Lane
 from layerzero_verify.lineup import LineUp, Target, resolve, unknown
+from layerzero_verify.models import MODELS
 from layerzero_verify.report import LEVELS, Check, Level, VerifyReport, failed, judge
-from layerzero_verify.weights import CONFIGS, Config
+
+_ALL = tuple(CONFIGS)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What a lane covers. `thorough` adds a line-up for each backend's kernels to the one that selection makes;
+    `compositions` prove a kernel that declares batch_invariant, with each seed.
+
+    `kernel_dtypes` are those level 1 tries, None for all that a kernel declares. `threads` is how many torch may use,
+    None leaves that as it is: most of the ladder's tensors are so small that a second thread only gets in the way, and
+    the stress lane runs with all of them.
+    """
+
+    configs: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    models: tuple[str, ...]
+    stage_models: tuple[str, ...]
+    training: tuple[str, ...]
+    steps: int
+    seeds: int
+    length: int
+    thorough: bool
+    cached: bool
+    kernel_dtypes: tuple[str, ...] | None = None
+    threads: int | None = None
+    compositions: int = 24
+
+
+# Under a minute on two cores: what every change should pass.
+_QUICK = Lane(
+    configs=("tiny", "gqa"),
+    dtypes=("float32",),
+    models=("llama", "mistral", "qwen", "gemma", "gpt2", "t5", "vit"),
+    stage_models=("llama",),
+    training=("tiny",),
+    steps=5,
+    seeds=1,
+    length=12,
+    thorough=False,
+    cached=False,
+    kernel_dtypes=("float32", "float16", "bfloat16"),
+    threads=1,
+)
+# Under ten minutes: every config, model, dtype and backend.
+_FULL = Lane(
+    configs=_ALL,
+    dtypes=("float32", "bfloat16", "float16"),
+    models=MODELS,
+    stage_models=("llama", "mistral", "qwen"),
+    training=_ALL,
+    steps=20,
+    seeds=3,
+    length=24,
+    thorough=True,
+    cached=True,
+    threads=1,
+    compositions=334,
+)
+# As long as it takes: many seeds, long sequences, hundreds of training steps.
+_STRESS = replace(_FULL, steps=200, seeds=20, length=96, threads=None)
+LANES: dict[str, Lane] = {"quick": _QUICK, "full": _FULL, "stress": _STRESS}
+
+# Before anybody relies on a new architecture, in this order.
+STEPS = tuple(
+    {"step": step, "command": f"lz verify {options}"}
+    for step, options in (
+        (
+            "Kernels: every op the model calls for, forward and backward; a new op or option gets its own cases",
+            "--level 1 --lane full",
+        ),
+        (
+            "Layer: all stages of one layer; one that is not RMSNorm + GQA + SwiGLU gets a test of its own",
+            "--level 2 --lane full",
+        ),
+        ("Weight conversion: the saved weights, loaded and laid out, give the same stages", "--level 3 --model FOLDER"),
+        (
+            "Forward parity: logits within 1e-3 and the same top-1 at every position",
+            "--level 4 --model FOLDER --lane full",
+        ),
+        ("Training: 5 to 20 steps of SGD, weights within 1e-3 and 1e-2", "--level 5 --lane full"),
+        ("Stress: 100 and more steps, the two loss curves together, no drift", "--level 5 --lane stress"),
+    )
+)
+
 
 _LAYER_OPS = frozenset({"rms_norm", "linear", "rope", "attention", "add_rms_norm", "silu_and_mul", "paged_attention"})
 _MODEL_OPS = (_LAYER_OPS - {"add_rms_norm", "paged_attention"}) | {
@@ -229,12 +314,10 @@ class _Runner:
         return tuple(name for name, found in models.brought().items() if ops & set(found[3]))
 
     def _climbed(self, number: int) -> Iterator[Task]:
-        from layerzero_verify import brought
-
         checks: dict[int, Callable[..., Iterator[Check]]] = {
-            2: brought.check_layers,
-            3: brought.check_stages,
-            5: partial(brought.check_training, steps=self.lane.steps),
+            2: forward.check_layers,
+            3: forward.check_stages,
+            5: partial(forward.check_training, steps=self.lane.steps),
         }
         for line_up in self.line_ups:
             for name, model in self._made(self._brought()):
@@ -247,10 +330,8 @@ class _Runner:
         for item in self.target.kernels:
             yield item.kernel_id, partial(contract, item, self.target.device)
         if self.wanted & {3, 4, 5} and not models.missing() and self._serves(_MODEL_OPS):
-            from layerzero_verify.forward import matrix
-
             for line_up in self.line_ups[:1]:
-                yield f"three models [{line_up.name}]", partial(matrix, line_up, self.target.device, self.seed)
+                yield f"three models [{line_up.name}]", partial(forward.matrix, line_up, self.target.device, self.seed)
 
     def _kernels(self) -> Iterator[Task]:
         for item in self.usable:
@@ -302,9 +383,7 @@ class _Runner:
         return [(name, partial(models.made, name, self.seed, self.lane.length)) for name in names]
 
     def _models(self) -> Iterator[Task]:
-        from layerzero_verify.forward import check_model
-
-        dtype, check = self.dtype or "float32", partial(check_model, cached=self.lane.cached)
+        dtype, check = self.dtype or "float32", partial(forward.check_model, cached=self.lane.cached)
         for line_up in self.line_ups:
             own = self.lane.models if self._serves(_MODEL_OPS) else ()
             for name, model in self._made((*own, *self._brought())):

@@ -15,13 +15,13 @@ from torch import Tensor
 from layerzero.dispatch.run import current_world
 from layerzero.numerics import ErrorReport, compare
 from layerzero_verify import block
+from layerzero_verify.block import CONFIGS, Config, LayerWeights, from_transformers, generator, made
 from layerzero_verify.lineup import IDLE, Caller, LineUp
 from layerzero_verify.models import Model
 from layerzero_verify.oracles import Truth, cast, rope_tables
 from layerzero_verify.report import Check, StageDiff, StageError, Status, failed, of_error, skipped
 from layerzero_verify.stages import CONSUMERS, OPS, bare, localise, red_flags
 from layerzero_verify.thresholds import LAYER, limit
-from layerzero_verify.weights import CONFIGS, Config, LayerWeights, from_transformers, generator, made
 
 _BATCH, _LENGTH, _PROMPT = 2, 13, 6
 Named = dict[str, Tensor]

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from layerzero._ops.signature import public_op
-from layerzero_verify.block import Tables, forward
-from layerzero_verify.weights import LayerWeights
+from layerzero_verify.block import LayerWeights, Tables, forward
 
 
 def _visible(row: int, column: int, seq_q: int, seq_k: int, causal: Any, window: Any) -> bool:

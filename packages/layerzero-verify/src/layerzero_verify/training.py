@@ -12,13 +12,13 @@ from torch import Tensor
 
 from layerzero.numerics import compare
 from layerzero_verify import block
+from layerzero_verify.block import Config, generator, made
 from layerzero_verify.layers import WEIGHTS
 from layerzero_verify.lineup import IDLE, Caller, LineUp
 from layerzero_verify.oracles import Truth, cast, rope_tables
 from layerzero_verify.report import Check, StageDiff, StageError, Status, failed, of_error, skipped
 from layerzero_verify.stages import red_flags
 from layerzero_verify.thresholds import EMBEDDING_GRAD, GRADS, TRAINING, limit
-from layerzero_verify.weights import Config, generator, made
 
 _BATCH, _LENGTH, _BATCHES = 2, 10, 4
 _RATE = 0.1

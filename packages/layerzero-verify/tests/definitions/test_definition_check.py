@@ -29,10 +29,8 @@ from layerzero_verify.definitions import (
     workloads_for,
     write_traces,
 )
-from layerzero_verify.definitions.adapters import ADAPTERS, adapter_for
-from layerzero_verify.definitions.adapting import Adapter, Unsupported
-from layerzero_verify.definitions.bench import bounds
-from layerzero_verify.definitions.check import default_device
+from layerzero_verify.definitions.adapters import ADAPTERS, Adapter, Unsupported, adapter_for
+from layerzero_verify.definitions.check import bounds, default_device
 
 OPS = {
     "rmsnorm_h32": "rms_norm",

@@ -16,7 +16,6 @@ import torch
 
 from layerzero_verify.definitions import Options, Status, check, open_dataset, parse_definition, workloads_for
 from layerzero_verify.definitions import truths as truths_module
-from layerzero_verify.definitions import vendors as calls
 from layerzero_verify.definitions.inputs import make_inputs
 from layerzero_verify.definitions.truths import find_truths
 
@@ -181,8 +180,8 @@ def vendors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Vendors:
     folder = tmp_path / "vendors"
     folder.mkdir()
     # The stand-ins compute any width; the definitions here are small.
-    monkeypatch.setattr(calls, "_expect_width", lambda width, known: None)
-    monkeypatch.setattr(calls, "_expect_rotary", lambda width: None)
+    monkeypatch.setattr(truths_module, "_expect_width", lambda width, known: None)
+    monkeypatch.setattr(truths_module, "_expect_rotary", lambda width: None)
     return Vendors(monkeypatch, folder)
 
 
@@ -190,8 +189,8 @@ def vendors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Vendors:
 def test_flashinfers_attention_is_not_asked_for_widths_it_was_not_written_for(width: int) -> None:
     """On an H200 it compiled for head_dim 16 and then read out of bounds, which no process survives."""
     with pytest.raises(NotImplementedError, match=str(width)):
-        calls._expect_width(width, calls._WIDTHS)
-    calls._expect_width(128, calls._WIDTHS)
+        truths_module._expect_width(width, truths_module._WIDTHS)
+    truths_module._expect_width(128, truths_module._WIDTHS)
 
 
 @pytest.mark.req("R-DEF-04")
@@ -200,8 +199,8 @@ def test_flashinfers_rope_is_not_asked_for_pairs_it_would_read_between_two_words
     definition = parse_definition(sets.samples()["rope_with_cos_sin_cache_neox_style_d16_rd8"])
     inputs = make_inputs(definition, workloads_for(definition, ["small"])[-1], "cpu")
     with pytest.raises(NotImplementedError, match="rotary_dim 8"):
-        calls.FLASHINFER["rope"](definition, inputs)
-    calls._expect_rotary(64)
+        truths_module.FLASHINFER["rope"](definition, inputs)
+    truths_module._expect_rotary(64)
 
 
 def sources(definition: Any) -> list[str]:

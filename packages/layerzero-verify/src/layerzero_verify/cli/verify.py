@@ -49,8 +49,8 @@ def add(group: click.Group) -> None:
         real weights. 4: real architectures. 5: training. A level that fails while those below it pass is an
         integration fault. Exit code 1 when anything differs.
         """
+        from layerzero_verify.ladder import STEPS
         from layerzero_verify.ladder import verify as climb
-        from layerzero_verify.lanes import STEPS
 
         if checklist:
             return Answer([dict(step) for step in STEPS], _checklist(STEPS))

@@ -1,18 +1,272 @@
-"""The inputs of a workload: numbers as given, tensors from files of the dataset, the rest made up, but valid."""
+"""The inputs of a workload: numbers as given, tensors from files of the dataset, the rest made up, but valid.
+
+Offsets add up, page numbers exist, tables are cosines. What an input has to be follows from its name; the names are
+those the definitions use. Random numbers are drawn on the CPU, seeded by workload and input: the same workload means
+the same numbers on every device.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from layerzero.errors import BackendNotAvailableError, ConfigurationError, InvalidInputError, invalid
 from layerzero_verify.definitions.constraints import violated
-from layerzero_verify.definitions.making import Maker
-from layerzero_verify.definitions.schema import Definition, torch_dtype
+from layerzero_verify.definitions.schema import Definition, TensorSpec, torch_dtype
 from layerzero_verify.definitions.trace import InputSource, Workload
+
+_LOW_BIT = ("float8_e4m3fn", "float8_e5m2")
+_WEIGHTS = ("B", "w1", "w2", "w13", "gate_up_proj", "down_proj", "gemm1_weights", "gemm2_weights")
+# Made first: others follow from them.
+_FIRST = ("kv_indptr", "kv_last_page_len", "gating_output", "routing_logits", "topk_ids")
+
+
+class Maker:
+    """Makes the inputs of one workload; those already given are respected."""
+
+    def __init__(self, definition: Definition, sizes: Mapping[str, int], known: Mapping[str, Any], seed: str) -> None:
+        self.definition = definition
+        self.sizes = dict(sizes)
+        self.known: dict[str, Any] = dict(known)
+        self.seed = seed
+
+    def fill(self) -> dict[str, Any]:
+        names = list(self.definition.inputs)
+        for name in sorted(names, key=lambda item: _FIRST.index(item) if item in _FIRST else len(_FIRST)):
+            if name not in self.known:
+                self.known[name] = self._make(name, self.definition.inputs[name])
+        return {name: self.known[name] for name in names}
+
+    def _make(self, name: str, spec: TensorSpec) -> Any:
+        shape = self.definition.shape(spec, self.sizes)
+        role = _ROLES.get(name) or next((f for end, f in _ENDINGS.items() if name.endswith(end)), None)
+        made = role(self, name, shape) if role is not None else self._plain(name, spec, shape)
+        if shape is None:
+            return made if not isinstance(made, Tensor) else made.item()
+        return torch.as_tensor(made).reshape(shape).to(torch_dtype(spec.dtype))
+
+    def _plain(self, name: str, spec: TensorSpec, shape: tuple[int, ...] | None) -> Any:
+        if spec.dtype == "bool":
+            return True if shape is None else torch.rand(shape, generator=self.generator(name)) < 0.5
+        if not spec.floating or spec.dtype == "float4_e2m1":
+            raise InvalidInputError(
+                f"{self.definition.name}: no rule makes a valid {name}",
+                code="VALUE_INVALID",
+                value=f"{name}: {spec.dtype}",
+                limit="an input that can be made up",
+                hint="give it in the workload, as a number or from a safetensors file",
+            )
+        if shape is None:
+            return 1.0
+        drawn = self.normal(name, shape)
+        if spec.dtype in _LOW_BIT:
+            return drawn.clamp(-2.0, 2.0)
+        # Weights of a product are scaled so that the result has the size of the input: bounds then mean something.
+        return drawn / math.sqrt(shape[-1]) if name in _WEIGHTS and len(shape) > 1 and shape[-1] else drawn
+
+    # -- tools -----------------------------------------------------------------------------------
+    def generator(self, name: str) -> torch.Generator:
+        """A generator of this input's own: another input more or less does not shift its numbers."""
+        digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+
+    def normal(self, name: str, shape: Sequence[int]) -> Tensor:
+        return torch.randn(tuple(shape), generator=self.generator(name))
+
+    def uniform(self, name: str, shape: Sequence[int] | None, low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(tuple(shape or ()), generator=self.generator(name))
+
+    def whole(self, name: str, shape: Sequence[int] | None, low: int, high: int) -> Tensor:
+        return torch.randint(low, max(high, low + 1), tuple(shape or ()), generator=self.generator(name))
+
+    def length(self, *names: str) -> int | None:
+        """The first size of the first of these inputs that the definition has."""
+        return self._size(names, 0)
+
+    def width(self, *names: str) -> int | None:
+        """The last size of the first of these inputs that the definition has."""
+        return self._size(names, -1)
+
+    def _size(self, names: tuple[str, ...], place: int) -> int | None:
+        known = (self.definition.inputs.get(name) for name in names)
+        found = next((spec for spec in known if spec is not None and spec.shape), None)
+        return None if found is None else (self.definition.shape(found, self.sizes) or (0,))[place]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page; 1 where keys are not paged."""
+        return self.sizes.get("page_size", 1) if "kv_indices" in self.definition.inputs else 1
+
+    def kv_lengths(self) -> list[int]:
+        """Keys of each sequence, from the offsets made or given."""
+        parts = _parts(self.known["kv_indptr"])
+        last = self.known.get("kv_last_page_len")
+        if last is None:
+            return [count * self.page_size for count in parts]
+        return [
+            (count - 1) * self.page_size + int(tail) if count else 0
+            for count, tail in zip(parts, last[: len(parts)].tolist(), strict=True)
+        ]
+
+
+def split(total: int, lows: Sequence[int], highs: Sequence[int], generator: torch.Generator) -> list[int]:
+    """Random whole parts of `total`, each within its bounds."""
+    room = [high - low for low, high in zip(lows, highs, strict=True)]
+    rest = total - sum(lows)
+    if any(item < 0 for item in room) or not 0 <= rest <= sum(room):
+        raise invalid(
+            "SHAPE_INVALID",
+            f"{total} in {len(lows)} parts",
+            f"{sum(lows)} to {sum(highs)}",
+            "the axes contradict each other",
+        )
+    parts, ahead = list(lows), sum(room)
+    order = torch.randperm(len(parts), generator=generator).tolist()
+    for place, index in enumerate(order):
+        ahead -= room[index]
+        least, most = max(0, rest - ahead), min(room[index], rest)
+        fair = max(least, min(most, 2 * rest // (len(order) - place)))
+        taken = int(torch.randint(least, fair + 1, (), generator=generator))
+        parts[index] += taken
+        rest -= taken
+    return parts
+
+
+def _parts(indptr: Tensor) -> list[int]:
+    return (indptr[1:] - indptr[:-1]).tolist()
+
+
+def _offsets(parts: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *parts]).cumsum(0)
+
+
+# -- attention -----------------------------------------------------------------------------------
+def _kv_indptr(make: Maker, name: str, shape: tuple[int, ...] | None) -> Tensor:
+    count = (shape or (1,))[0] - 1
+    total = make.length("kv_indices", "k") or 0
+    queries = make.known.get("qo_indptr")
+    needed = [1] * count if queries is None else [-(-part // make.page_size) for part in _parts(queries)]
+    if total < sum(needed) and queries is None:  # fewer pages than sequences: the last ones stay empty
+        needed = [1] * total + [0] * (count - total)
+    return _offsets(split(total, needed, [total] * count, make.generator(name)))
+
+
+def _qo_indptr(make: Maker, name: str, shape: tuple[int, ...] | None) -> Tensor:
+    keys = make.kv_lengths()
+    total = make.length("q", "q_nope") or 0
+    least = [min(1, length) for length in keys]
+    if sum(least) > total:
+        least = [0] * len(keys)
+    return _offsets(split(total, least, keys, make.generator(name)))
+
+
+def _last_page_len(make: Maker, name: str, shape: tuple[int, ...] | None) -> Tensor:
+    counts, page = _parts(make.known["kv_indptr"]), make.page_size
+    drawn = make.whole(name, shape, 1, page + 1).tolist()[: len(counts)]
+    queries = make.known.get("qo_indptr")
+    needed = [0] * len(counts) if queries is None else _parts(queries)
+    tails = [
+        min(page, max(tail, need - (count - 1) * page)) if count else 0
+        for count, tail, need in zip(counts, drawn, needed, strict=True)
+    ]
+    short = (make.length("q", "q_nope") or 0) if "qo_indptr" in make.definition.inputs else 0
+    short -= sum((count - 1) * page + tail for count, tail in zip(counts, tails, strict=True) if count)
+    for index, (count, tail) in enumerate(zip(counts, tails, strict=True)):  # there must be a key for every query
+        if short > 0 and count:
+            tails[index] = min(page, tail + short)
+            short -= tails[index] - tail
+    slots = (shape or (0,))[0]  # published prefills declare one slot more than there are sequences
+    return torch.tensor(tails + [0] * (slots - len(tails)))
+
+
+def _kv_indices(make: Maker, name: str, shape: tuple[int, ...] | None) -> Tensor:
+    pages, count = make.length("k_cache", "ckv_cache") or 1, (shape or (0,))[0]
+    if count <= pages:
+        return torch.randperm(pages, generator=make.generator(name))[:count]
+    return make.whole(name, (count,), 0, pages)  # sequences share pages
+
+
+def _sm_scale(make: Maker, name: str, shape: tuple[int, ...] | None) -> float:
+    rotary = make.width("q_pe")
+    # The latent form is scaled by the width of the heads before absorption, which is 128 in every published model.
+    return 1.0 / math.sqrt(128 + rotary if rotary is not None else make.width("q", "query") or 1)
+
+
+# -- positions -----------------------------------------------------------------------------------
+def _angles(rows: int, pairs: int) -> Tensor:
+    return torch.arange(rows)[:, None] * 10000.0 ** (-torch.arange(pairs) / max(pairs, 1))
+
+
+def _cos_sin_cache(make: Maker, name: str, shape: tuple[int, ...] | None) -> Tensor:
+    rows, width = shape or (1, 2)
+    angles = _angles(rows, width // 2)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def _table(function: Callable[[Tensor], Tensor]) -> Callable[[Maker, str, tuple[int, ...] | None], Tensor]:
+    def make_table(make: Maker, name: str, shape: tuple[int, ...] | None) -> Tensor:
+        *leading, rows, width = shape or (1, 2)
+        full = width == make.width("q", "query")  # one angle per element, both halves alike
+        table = function(_angles(rows, width // 2 if full else width))
+        return (torch.cat((table, table), dim=-1) if full else table).expand(*leading, rows, width).contiguous()
+
+    return make_table
+
+
+# -- experts -------------------------------------------------------------------------------------
+def _topk_ids(make: Maker, name: str, shape: tuple[int, ...] | None) -> Tensor:
+    tokens, count = shape or (0, 0)
+    experts = make.sizes.get("num_experts") or make.length("w1", "w13", "gemm1_weights") or count
+    gates = make.known.get("gating_output", make.known.get("routing_logits"))
+    scores = gates.float() if gates is not None else make.uniform(name, (tokens, experts), 0.0, 1.0)
+    return scores.topk(count, dim=-1).indices
+
+
+def _expert_offset(make: Maker, name: str, shape: tuple[int, ...] | None) -> Tensor:
+    everywhere, here = (make.sizes.get(axis, 0) for axis in ("num_experts", "num_local_experts"))
+    return make.whole(name, shape, 0, everywhere - here + 1)
+
+
+def _scale(make: Maker, name: str, shape: tuple[int, ...] | None) -> Tensor:
+    scaled = name.removesuffix("_scale")
+    width = make.width(scaled) if scaled in _WEIGHTS else 1
+    return make.uniform(name, shape, 0.5, 1.5) / math.sqrt(width or 1)
+
+
+# How an input of a name is made, from its name and shape.
+Role: TypeAlias = Callable[[Maker, str, tuple[int, ...] | None], Any]
+_ROLES: Mapping[str, Role] = {
+    "kv_indptr": _kv_indptr,
+    "qo_indptr": _qo_indptr,
+    "kv_last_page_len": _last_page_len,
+    "kv_indices": _kv_indices,
+    "sm_scale": _sm_scale,
+    "cos_sin_cache": _cos_sin_cache,
+    "cos": _table(torch.cos),
+    "sin": _table(torch.sin),
+    **dict.fromkeys(
+        ("positions", "position_ids"),
+        lambda make, name, shape: make.whole(name, shape, 0, make.length("cos_sin_cache", "cos") or 4096),
+    ),
+    "probs": lambda make, name, shape: torch.softmax(2.0 * make.normal(name, shape or (1,)), dim=-1),
+    "top_k": lambda make, name, shape: make.whole(name, shape, 1, min(make.width("probs", "logits") or 2, 64) + 1),
+    "top_p": lambda make, name, shape: make.uniform(name, shape, 0.1, 0.95),
+    "min_p": lambda make, name, shape: make.uniform(name, shape, 0.01, 0.2),
+    "temperature": lambda make, name, shape: make.uniform(name, shape, 0.5, 1.5),
+    "topk_ids": _topk_ids,
+    "topk_weights": lambda make, name, shape: torch.softmax(make.normal(name, shape or (1,)), dim=-1),
+    "routing_bias": lambda make, name, shape: 0.1 * make.normal(name, shape or ()),
+    "local_expert_offset": _expert_offset,
+    "routed_scaling_factor": lambda make, name, shape: 2.5,
+    "eps": lambda make, name, shape: 1e-6,
+}
+_ENDINGS: Mapping[str, Role] = {"_scale": _scale}
 
 
 def make_inputs(

@@ -17,7 +17,7 @@ from typing import Any
 
 from layerzero.errors import ConfigurationError
 from layerzero.json_form import Plain
-from layerzero_verify.definitions.files import at, json_lines, take, take_map
+from layerzero_verify.definitions.schema import at, json_lines, take, take_map
 
 
 class Status(enum.StrEnum):
