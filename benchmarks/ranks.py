@@ -66,9 +66,8 @@ def disagreeing(rank: int, world: int, rounds: int, seed: int) -> dict[str, Any]
     import warnings
 
     import layerzero as lz
-    from layerzero.distributed.agreement import _agree
+    from layerzero.distributed.agreement import _agree, facts_of
     from layerzero.distributed.channel import Channel
-    from layerzero.distributed.here import facts_of
     from layerzero.errors import DistributedError
     from layerzero.runtime.state import state
 

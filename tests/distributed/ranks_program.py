@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 import layerzero as lz
 from layerzero.distributed import agreement as module
-from layerzero.distributed import here
 from layerzero.errors import DistributedError, LayerZeroWarning
 from layerzero.policy.layers import Level, PolicyLayer
 from layerzero.runtime.policies import policies
@@ -137,12 +136,12 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
 
     # Memory counts by the poorest rank.
     lz.configure(memory_headroom_mb=1)
-    known = here.free_here
-    here.free_here = module.free_here = lambda: (64 + rank) << 20 if rank == last else 1 << 40
+    known = module.free_here
+    module.free_here = lambda: (64 + rank) << 20 if rank == last else 1 << 40
     other = lz.agree(timeout=60)
     out["memory"] = {"world": state.world.free_memory, "said": [f.free_memory for f in other.facts.values()]}
     out["memory again"] = [other.refresh_memory(), state.world.free_memory]
-    here.free_here = module.free_here = known
+    module.free_here = known
     other.leave()
     lz.reset()
 

@@ -16,7 +16,7 @@ import torch
 
 from layerzero.errors import LayerZeroError
 from layerzero.isolation import wire
-from layerzero.isolation.values import Malformed, unpack
+from layerzero.isolation.wire import Malformed, unpack
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.plugin.manager import load_plugins

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from layerzero._ops.attention import attention
-from layerzero._ops.linear import embedding, linear
-from layerzero._ops.mlp import gelu_and_mul, relu_and_mul, silu_and_mul
+from layerzero._ops.linear import embedding, gelu_and_mul, linear, relu_and_mul, silu_and_mul
 from layerzero._ops.norm import add_rms_norm, layer_norm, rms_norm
 from layerzero._ops.paged import paged_attention
 from layerzero._ops.positional import rope

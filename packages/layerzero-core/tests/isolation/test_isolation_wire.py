@@ -18,9 +18,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerzero.isolation.arena import Arena, Bump, compact, sent_bytes, view
-from layerzero.isolation.channel import Channel
-from layerzero.isolation.values import Malformed, Placed, Unsendable, pack, unpack
-from layerzero.isolation.wire import HEADER_BYTES, MAX_BODY, IsolationFault, Kind, WireError, decode, encode, head
+from layerzero.isolation.wire import (
+    HEADER_BYTES,
+    MAX_BODY,
+    IsolationFault,
+    Kind,
+    Malformed,
+    Placed,
+    Unsendable,
+    WireError,
+    decode,
+    encode,
+    head,
+    pack,
+    unpack,
+)
+from layerzero.isolation.worker import Channel
 
 KINDS = st.sampled_from(list(Kind))
 JSON = st.recursive(

@@ -196,13 +196,13 @@ def test_libraries_are_mapped_before_the_turn_to_load_comes(
 ) -> None:
     """By the C library, which does not hold the interpreter; the adapter then finds them mapped."""
     mapped: list[bool] = []
-    turn = beside._loads.turn
+    turn = beside.turn
 
     def looked(paced: bool) -> Any:
         mapped.append("scale_8.so" in Path("/proc/self/maps").read_text())
         return turn(paced)
 
-    monkeypatch.setattr(beside._loads, "turn", looked)
+    monkeypatch.setattr(beside, "turn", looked)
     planted("library")
     lz.rms_norm(X, W, 1e-6)
     wait_until(ready)

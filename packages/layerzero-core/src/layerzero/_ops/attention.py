@@ -218,7 +218,7 @@ def _cold(hot_key: Any, given: tuple[Any, ...], layout: str, backend: str | None
             raise invalid("TYPE_INVALID", f"{name}: {type(item).__name__}", "a torch.Tensor")
     if query.is_nested or key.is_nested or value.is_nested:
         from layerzero._ops.varlen import varlen_attention
-        from layerzero.torch_ops.nested import nested_attention
+        from layerzero.torch_ops.attention import nested_attention
 
         return nested_attention(varlen_attention, given, layout, backend)
     if type(attn_mask).__name__ == "CausalBias":

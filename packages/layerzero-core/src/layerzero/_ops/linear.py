@@ -1,7 +1,9 @@
-"""`lz.linear`: x @ weight.T + bias, then an activation; the weight may be quantized. `lz.embedding`: rows by id."""
+"""What stands in a feed-forward block and around it: `lz.linear` (x @ weight.T + bias, then an activation; the weight
+may be quantized), the gated activations of SwiGLU, GeGLU and ReGLU, and `lz.embedding`: rows by id."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -13,10 +15,12 @@ from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.describe import check_devices, check_floating
 from layerzero.model.op import Call, Op
+from layerzero.model.shapes import gated
 
 if TYPE_CHECKING:
     from layerzero.model.packed import PackedWeight
     from layerzero.model.quant import QuantizedTensor
+
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 
@@ -100,7 +104,7 @@ LINEAR = register(
         function=linear,
         fake=lambda x, weight, *rest: x.new_empty((*x.shape[:-1], weight.shape[0])),
         describe=_describe,
-        reference="layerzero.backends.reference.linear:linear",
+        reference="layerzero.backends.reference.feed_forward:linear",
         cost=Roofline("element_bytes * (rows * (k + n) + bias * n) + code_bytes * n * k", "2 * rows * n * k"),
         shapes={"shape": "*rows,k", "weight": "n,k"},
         options=("bias", "activation", "format", "granularity"),
@@ -142,7 +146,7 @@ EMBEDDING = register(
         fake=lambda ids, weight, *rest: weight.new_empty((*ids.shape, weight.shape[1])),
         torch_names=("embedding_lookup",),
         describe=_describe_embedding,
-        reference="layerzero.backends.reference.linear:embedding",
+        reference="layerzero.backends.reference.feed_forward:embedding",
         cost=Roofline("tokens * (2 * element_bytes * hidden + index_bytes)", "0"),
         shapes={"shape": "*tokens", "weight": "vocab,hidden"},
         example="layerzero._ops.examples_rows:embedding",
@@ -150,3 +154,59 @@ EMBEDDING = register(
         growing=("tokens",),
     )
 )
+
+
+def silu_and_mul(x: Tensor, *, backend: str | None = None) -> Tensor:
+    """silu(first half) * second half over the last axis (SwiGLU)."""
+    return dispatch(SILU_AND_MUL, (x,), backend=backend)  # type: ignore[no-any-return]
+
+
+def gelu_and_mul(x: Tensor, approximate: str = "none", *, backend: str | None = None) -> Tensor:
+    """gelu(first half) * second half over the last axis (GeGLU); `approximate` is "none" or "tanh"."""
+    return dispatch(GELU_AND_MUL, (x, approximate), backend=backend)  # type: ignore[no-any-return]
+
+
+def relu_and_mul(x: Tensor, *, backend: str | None = None) -> Tensor:
+    """relu(first half) * second half over the last axis (ReGLU)."""
+    return dispatch(RELU_AND_MUL, (x,), backend=backend)  # type: ignore[no-any-return]
+
+
+def _describer(op: str) -> Callable[[Call], Context]:
+    def describe(call: Call) -> Context:
+        x = expect_tensor(call.args[0], "x")
+        width = x.shape[-1] if x.ndim else 0
+        if width == 0 or width % 2:
+            raise invalid("SHAPE_INVALID", width, "an even width: gate and up", f"the last axis is {width}")
+        needs = set()
+        if len(call.args) > 1:
+            if call.args[1] not in ("none", "tanh"):
+                raise invalid("VALUE_INVALID", str(call.args[1]), "'none' or 'tanh'")
+            needs.add(f"gelu_{call.args[1]}")
+        return simple_context(call, op, x, {}, {"rows": x.numel() // width, "hidden": width // 2}, needs)
+
+    return describe
+
+
+def _op(function: Callable[..., Tensor]) -> Op:
+    name = function.__name__
+    return register(
+        Op(
+            function=function,
+            fake=gated,
+            describe=_describer(name),
+            reference=f"layerzero.backends.reference.feed_forward:{name}",
+            cost=Roofline("3 * element_bytes * rows * hidden", "8 * rows * hidden"),
+            shapes={"shape": "*rows,2*hidden"},
+            options=("approximate",) if name == "gelu_and_mul" else (),
+            example="layerzero._ops.examples_rows:gated",
+            tolerance="gemm",
+            row_wise=(0,),
+            growing=("rows",),
+            fusable=True,
+        )
+    )
+
+
+SILU_AND_MUL = _op(silu_and_mul)
+GELU_AND_MUL = _op(gelu_and_mul)
+RELU_AND_MUL = _op(relu_and_mul)

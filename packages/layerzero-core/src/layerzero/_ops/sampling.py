@@ -186,7 +186,7 @@ def _op(function: Callable[..., Tensor]) -> Op:
             options=tuple(
                 option for option in ("top_k", "top_p") if name in ("sample", option.replace("top_", "sample_top"))
             ),
-            example="layerzero._ops.examples_tokens:sampling",
+            example="layerzero._ops.examples_rows:sampling",
             tolerance="exact",
             random=lambda args: True,
         )

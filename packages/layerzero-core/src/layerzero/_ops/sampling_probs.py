@@ -86,7 +86,7 @@ SAMPLING_PROBS = register(
         cost=Roofline("2 * element_bytes * batch * vocab", "5 * batch * vocab"),
         shapes={"shape": "batch,vocab"},
         options=("top_k", "top_p"),
-        example="layerzero._ops.examples_tokens:sampling",
+        example="layerzero._ops.examples_rows:sampling",
         row_wise=(0,),
         canonical=lambda a: _rows(a["logits"], a["top_k"], a["top_p"], a["min_p"], a["temperature"]),
     )

@@ -1,22 +1,29 @@
-"""What every public op has in common: its spec, its function, and how a public call becomes canonical arguments."""
+"""What every public op has in common: its spec, its function, and how a public call becomes canonical arguments.
+
+The public function of a plugin's op that is declared by its formula is written here, from the op's signature, as
+`lz.rms_norm` is by hand: the key of a call written out, one look-up, run. A call that cannot be keyed so (an object,
+something that is no tensor) takes the generic way, which says what is wrong with it.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-from layerzero.dispatch import modes
-from layerzero.dispatch.hot import aside, before_dispatch, generic_key, key_of, traced, watched
+from layerzero.dispatch import hot, modes
+from layerzero.dispatch.hot import aside, before_dispatch, generic_key, key_of, key_source, traced, watched
 from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError, UnknownNameError, invalid
 from layerzero.model.op import Op, OperationSpec
-from layerzero.op_tables import OP_TABLES
+from layerzero.numerics.tolerances import OP_TABLES
 from layerzero.runtime.current import builtin_ops, now, scope
 from layerzero.runtime.late_ops import LATE_OPS
 from layerzero.torch_ops import adopt
@@ -67,8 +74,6 @@ def _from_plugin(name: str) -> Op | None:
         return None
     known = _made.get(name)
     if known is None or known[0] is not declared:
-        from layerzero._ops.generated import public_form
-
         known = _made[name] = declared, public_form(declared)
         _accelerate(known[1])
         adopt(known[1])  # Dynamo, where it is loaded already, is told of the C form too
@@ -164,3 +169,72 @@ def expect_below(ids: Tensor, name: str, limit: int, *, but: int | None = None, 
     if wrong.any():
         found = int(ids[wrong][0])
         raise invalid(code, f"{name} {found}", limit - 1, f"{name} hold {found}, outside 0 to {limit - 1}")
+
+
+_TEMPLATE = """\
+def {name}({declared}):
+    if (
+        _dispatch_modes()
+        or forward_ad._current_level >= 0
+        or profiler._is_profiler_enabled
+        or (_function_modes() and before_dispatch())
+    ) and not aside.quiet:
+        return seen(OP, {args}, None, backend, functools.partial({name}, {again}))
+    try:
+        hot_key = {key}
+        active = _scope()
+        world = now.world if active is None else active.world()
+        bound = world.hot.get(hot_key)
+    except (AttributeError, TypeError, RuntimeError, ValueError):
+        return dispatch(OP, {args}, backend=backend)
+    if bound is not None and (bound.guard is None or bound.guard()):
+        try:
+            return bound.run{args}
+        except Exception as error:
+            return recover(OP, world, bound, {args}, None, backend, error)
+    return miss(OP, current_world(), hot_key, {args}, None, backend)
+
+"""
+
+
+def _source(op: Op) -> str:
+    """The source of the public function."""
+    name, kinds = op.op_id, dict(zip(op.arguments, op.input_kinds, strict=True))
+    placed = {p.name for p in op.signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD}
+    again = ", ".join(argument if argument in placed else f"{argument}={argument}" for argument in op.arguments)
+    names = ", ".join(op.arguments)
+    return _TEMPLATE.format(
+        name=name,
+        declared=op.parameters_written()[0],
+        args=f"({names},)",
+        again=f"{again}, backend=backend",
+        key=key_source(name, kinds, "None"),
+    )
+
+
+def public_form(op: Op) -> Op:
+    """The op with the function that users call; one that has it already is returned as it is."""
+    if "backend" in op.signature.parameters:
+        return op
+    parameters = op.signature.parameters
+    backend = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None")
+    space: dict[str, Any] = {
+        **vars(hot),
+        **_SPACE,
+        "__name__": "layerzero.ops",
+        "DEFAULTS": op.parameters_written()[1],
+    }
+    exec(compile(_source(op), f"<layerzero.ops.{op.op_id}>", "exec"), space)
+    function: Callable[..., Any] = space[op.op_id]
+    function.__doc__ = inspect.getdoc(op.function)
+    function.__signature__ = op.signature.replace(parameters=(*parameters.values(), backend))  # type: ignore[attr-defined]
+    made = space["OP"] = replace(op, function=function)
+    return made
+
+
+_SPACE: dict[str, Any] = {
+    "_scope": scope.get,
+    **{item.__name__: item for item in (current_world, dispatch, miss, recover, seen)},
+    "functools": functools,
+    "now": now,
+}

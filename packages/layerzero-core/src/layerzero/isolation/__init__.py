@@ -2,11 +2,10 @@
 
     proxy      what binding gives for an isolated kernel: a callable like any adapter
     worker     one child for one backend: starts it, asks it, restarts it after a delay
+               and talks to it in frames over a socket, with a deadline, watching the process as well
     process    the child as an operating system process: spawn, wait, end it, collect it
-    channel    frames over a socket, with a deadline, watching the process as well
-    wire       the frame: magic, version, kind, length, checksum; no pickle anywhere
-    values     arguments and results as data; tensors as allocations in an arena
-    arena      shared host memory;  device_arena: GPU memory over CUDA IPC
+    wire       the frame, and arguments and results as data in it; no pickle anywhere
+    arena      shared host memory, and the parent's arenas;  device_arena: GPU memory over CUDA IPC
     child      the other side
 
 The parent owns all memory and all sizes. Tensors are copied into an arena that both processes have mapped, results are

@@ -24,8 +24,20 @@ from layerzero.errors import importing
 from layerzero.health.sticky import NO_MEMORY
 from layerzero.isolation.arena import NAME, Arena, Bump, sent_bytes, view
 from layerzero.isolation.device_arena import OpenedArena, named_arena
-from layerzero.isolation.values import Malformed, Placed, pack, tensors_in, unpack
-from layerzero.isolation.wire import HEADER_BYTES, VERSION, Frame, Kind, decode, encode, head
+from layerzero.isolation.wire import (
+    HEADER_BYTES,
+    VERSION,
+    Frame,
+    Kind,
+    Malformed,
+    Placed,
+    decode,
+    encode,
+    head,
+    pack,
+    tensors_in,
+    unpack,
+)
 from layerzero.plugin.enclosure import Enclosure, enter
 
 _WORDS = 1_200

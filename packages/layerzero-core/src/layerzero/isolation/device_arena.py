@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from layerzero.isolation.values import Malformed
+from layerzero.isolation.wire import Malformed
 
 _HANDLE_BYTES = 64
 # The head of an arena: a mark of the parent's, and the child's answer to it.

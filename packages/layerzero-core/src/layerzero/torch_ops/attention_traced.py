@@ -13,11 +13,10 @@ from layerzero.errors import InvalidInputError
 from layerzero.model.folding import fold, is_folded, unfold
 from layerzero.model.masks import BlockMask, ChunkMask
 from layerzero.torch_ops import traced as forms
-from layerzero.torch_ops.attention import attend
+from layerzero.torch_ops.attention import attend, nested_attention
+from layerzero.torch_ops.dynamo import chosen, spelled, write_attention
 from layerzero.torch_ops.lowering import CAUSAL, causal_word, pair, sides, written_out
-from layerzero.torch_ops.nested import nested_attention
 from layerzero.torch_ops.opaque import differentiable, place, recorded
-from layerzero.torch_ops.written import chosen, spelled, write_attention
 
 
 def traced(

@@ -1,18 +1,27 @@
-"""Telling Dynamo about LayerZero: what it traces in place of which function, and which rooms it stays out of."""
+"""Telling Dynamo about LayerZero: what it traces in place of which function, and which rooms it stays out of.
+
+Kernels that are plain torch are written into a traced graph, so that the compiler fuses across them: `chosen` asks,
+while Dynamo traces an op, what shall stand in the graph (`basis`); `write` then runs the function that the kernel names
+for it (`KernelSpec.traceable`), which Dynamo follows. All other kernels are opaque ops.
+"""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+import threading
 from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from layerzero.model.op import Op
-from layerzero.torch_ops import declared, traced, written
+from layerzero.torch_ops import basis, declared, sites, traced
 from layerzero.torch_ops.functions import functions
+from layerzero.torch_ops.lowering import CAUSAL
+from layerzero.torch_ops.opaque import autocast_dtype
 
 # Rooms that Dynamo must not look into: their calls break a graph at once instead of after tracing half of the
 # selection, and run natively. The traced forms, the reference and the values of `model` are the rooms it may trace; of
@@ -25,12 +34,16 @@ _TRACED = ("dispatch.adapt", "_ops.loss", "_ops.moe")
 
 def register() -> None:
     """Tell Dynamo of every op. Called once, right after `torch._dynamo` was imported."""
-    from torch._dynamo import trace_rules
+    global comptime
+    from torch._dynamo import assume_constant_result, trace_rules
+    from torch._dynamo.comptime import comptime as found
 
     if trace_rules.is_polyfilled_callable(functions["attention"]):
         return
-    written.prepare()
-    traced.chosen, traced.write = written.chosen, written.write
+    assume_constant_result(_told)  # type: ignore[no-untyped-call]
+    assume_constant_result(_told_call)  # type: ignore[no-untyped-call]
+    comptime = found
+    traced.chosen, traced.write = chosen, write
     for room in _SKIPPED:
         trace_rules.add(f"layerzero.{room}")
     for room in ("dispatch", "_ops"):
@@ -80,3 +93,159 @@ def _run_natively(code: CodeType) -> None:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             _run_natively(inner)
+
+
+comptime: Any = None  # torch._dynamo.comptime.comptime, once Dynamo is there
+
+_here = threading.local()
+
+
+# -- traced by Dynamo ------------------------------------------------------------------------------
+def chosen(op: str, args: tuple[Any, ...], layout: str | None, backend: str | None, grad: bool) -> str:
+    """What shall stand in the graph for this call: the name of a form, "plain", or "" for the opaque op."""
+    if torch.compiler._is_exporting_flag:
+        return ""  # a program that is saved selects where it runs
+    comptime(_ask)
+    return _told()
+
+
+def spelled() -> str:
+    """The string of the attention that `chosen` was last asked about (`sites`); "" where it has none."""
+    return _told_call()
+
+
+def write(own: str, form: Callable[..., Any], args: tuple[Any, ...], casts: bool) -> Any:
+    """The kernel's own function on canonical arguments, or the op's plain form; `casts` under autocast, as the op."""
+    found = _write(own, form, args, casts)
+    comptime(_tidy)
+    return found
+
+
+def _write(own: str, form: Callable[..., Any], args: tuple[Any, ...], casts: bool) -> Any:
+    device = args[0].device
+    dtype = autocast_dtype(device)
+    if dtype is None:
+        return form(*args) if own == "plain" else getattr(traced, own)(*args)
+    if casts:
+        args = tuple(_narrowed(item, dtype) for item in args)
+    if own == "plain":
+        return form(*args)
+    with torch.autocast(device.type, enabled=False):
+        return getattr(traced, own)(*args)
+
+
+def _narrowed(item: Any, dtype: torch.dtype) -> Any:
+    if isinstance(item, Tensor) and item.is_floating_point() and item.dtype != torch.float64:
+        return item.to(dtype)
+    return item
+
+
+def write_attention(own: str, args: tuple[Any, ...]) -> Any:
+    """Attention by one kernel, on canonical arguments in any layout and rank; `own` names its form."""
+    found = getattr(traced, own)(*args)
+    comptime(_tidy)
+    return found
+
+
+# -- run while Dynamo traces -----------------------------------------------------------------------
+def _told() -> str:
+    """The answer that `_ask` has left: a constant of the graph (see `register`), guarded by its basis alone."""
+    found: str = _here.answer
+    return found
+
+
+def _told_call() -> str:
+    """The string that `_ask` has left: a constant of the graph, which means the same in any World."""
+    found: str = _here.call
+    return found
+
+
+def _ask(ctx: Any) -> None:
+    """Look at the variables of `chosen`, and leave the answer for `_told`. Never breaks a trace."""
+    _tidy(ctx)
+    grad = bool(ctx.get_local("grad").as_python_constant())
+    _here.answer, _here.call = basis.PLAIN if grad else "", ""
+    try:
+        graph = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+        question = basis.Question(
+            ctx.get_local("op").as_python_constant(),
+            tuple(_fake(item) for item in ctx.get_local("args").as_proxy()),
+            ctx.get_local("layout").as_python_constant(),
+            ctx.get_local("backend").as_python_constant(),
+            grad,
+        )
+        if question.op == "attention" and len(question.args) == 11:
+            _here.call = _spell(question)
+        with _real_tensors():
+            _here.answer = basis.answer(question, lambda: basis.basis_of(graph, _guard))
+    except _GIVES_UP as error:
+        if getattr(error, "code", None) == "DTYPE_MIXED":
+            _here.answer = ""  # the opaque op refuses it when it runs, as an eager call does
+        basis._log.debug("a call cannot be decided while it is traced", exc_info=True)
+
+
+def _spell(question: basis.Question) -> str:
+    query, key, value, mask, _, causal, scale, window, softcap, slopes, _ = question.args
+    word = next(word for word, flag in CAUSAL.items() if flag == causal)
+    tensors = (query, key, value, mask, slopes)
+    return sites.spelled(tensors, word, scale, question.layout or "BHSD", window, softcap, question.backend)
+
+
+# Whatever a release of torch names differently: the opaque op is always right.
+_GIVES_UP = (AttributeError, KeyError, TypeError, NotImplementedError, ValueError)
+
+
+def _fake(item: Any) -> Any:
+    """The fake tensor or symbol behind a node; constants are themselves."""
+    if isinstance(item, torch.fx.Proxy):
+        return item.node.meta["example_value"]
+    if isinstance(item, (list, tuple)):
+        return tuple(_fake(part) for part in item)
+    return item
+
+
+def _real_tensors() -> Any:
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def _guard(found: basis.Basis) -> None:
+    """Let Dynamo ask this basis before each run of the graph that is being traced."""
+    from torch._dynamo.guards import install_guard
+    from torch._dynamo.source import GlobalStateSource
+    from torch._guards import Guard
+
+    def layerzero_selection(builder: Any, guard: Any) -> None:
+        builder.guard_manager.root.add_lambda_guard(found.holds, ["LayerZero selects as it did"], None)
+
+    install_guard(Guard(GlobalStateSource(), layerzero_selection))
+
+
+# Sources of values in rooms that Dynamo traces for us. Nobody assigns to them, and each guard costs at every run.
+_OURS = tuple(f"G['__import_layerzero_dot_{room}" for room in ("torch_ops", "_ops", "backends", "model", "dispatch"))
+
+
+def _needless(guard: Any) -> bool:
+    """Whether a guard is on our own modules, or says of a patched part what others say as well.
+
+    That two names mean one object is asked in Python, at every run, by a walk from the model down to both. That the
+    forward kept on a part is bound to that part, and that parts of one type have the same type, follows from the guards
+    on the code of the forward and on the type of each part, which are asked in C++ and stay.
+    """
+    name = guard.name
+    if name.startswith(_OURS):
+        return True
+    aliases = getattr(getattr(guard.create_fn, "func", None), "__name__", "") == "DUPLICATE_INPUT"
+    return aliases and (name.endswith(".forward.__self__") or name.startswith("type("))
+
+
+def _tidy(ctx: Any) -> None:
+    """Take out of the graph's guards those on our own modules, which tracing them has left."""
+    try:
+        output = ctx._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+        guards = output.tracing_context.guards_context.dynamo_guards.inner
+        for guard in [item for item in guards if _needless(item)]:
+            guards.discard(guard)
+    except _GIVES_UP:
+        basis._log.debug("guards on our own modules stay", exc_info=True)

@@ -20,8 +20,7 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
 from layerzero.model.quant import QuantizedTensor
 from layerzero.numerics import Tolerance, compare, tolerance
-from layerzero.numerics.precision import full_float32
-from layerzero.numerics.tolerances import dtype_name
+from layerzero.numerics.tolerances import dtype_name, full_float32
 from layerzero.runtime.current import builtin_ops
 from layerzero.tuning.inputs import Call
 from layerzero.tuning.pieces import Piece, pieces

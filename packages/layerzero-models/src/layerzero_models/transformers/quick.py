@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from layerzero._ops.gemma import GEMMA_ADD_RMS_NORM, GEMMA_RMS_NORM, gemma_add_rms_norm, gemma_rms_norm
-from layerzero._ops.linear import linear
-from layerzero._ops.mlp import GELU_AND_MUL, RELU_AND_MUL, SILU_AND_MUL
+from layerzero._ops.linear import GELU_AND_MUL, RELU_AND_MUL, SILU_AND_MUL, linear
 from layerzero._ops.norm import ADD_RMS_NORM, LAYER_NORM, RMS_NORM, add_rms_norm, layer_norm, rms_norm
 from layerzero._ops.positional import ROPE, rope
 from layerzero._ops.signature import PUBLIC
