@@ -15,14 +15,12 @@ from layerzero.errors import InvalidInputError, UnknownNameError
 from layerzero.numerics import Tolerance, assert_close
 from layerzero_verify import thresholds
 from layerzero_verify.block import CONFIGS, made
-from layerzero_verify.contracts import CONTRACTS, window
-from layerzero_verify.kernels import Bench
+from layerzero_verify.kernels import CONTRACTS, Bench, window
 from layerzero_verify.ladder import LANES, STEPS, named, verify
 from layerzero_verify.layers import check_layer
 from layerzero_verify.lineup import LineUp, Target, resolve
 from layerzero_verify.oracles import ORACLES, Truth, rope_tables
-from layerzero_verify.report import Check, Level, StageDiff, Status, judge
-from layerzero_verify.stages import STAGES, localise, red_flags
+from layerzero_verify.report import STAGES, Check, Level, StageDiff, Status, judge, localise, red_flags
 from layerzero_verify.training import check_training, grows_exponentially
 
 CPU = torch.device("cpu")

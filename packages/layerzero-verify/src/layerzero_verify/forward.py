@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.numerics import ErrorReport, compare
+from layerzero.numerics import ErrorReport, Tolerance, compare
 from layerzero.tuning.truth import computed
 from layerzero_verify import models
 from layerzero_verify.layers import Fed, fed, own_error
-from layerzero_verify.lineup import IDLE, Caller, LineUp
+from layerzero_verify.lineup import Caller, LineUp
 from layerzero_verify.models import Events, Model, applied, hooked, ran, watched
-from layerzero_verify.report import Check, StageDiff, StageError, Status, failed, of_error, skipped
-from layerzero_verify.stages import localise, red_flags
+from layerzero_verify.report import Check, StageDiff, StageError, Status, blamed
 from layerzero_verify.thresholds import LAYER, LOGITS, TRAINING, gradient, limit
 
 
@@ -57,65 +55,50 @@ def check_model(
     """Plain inputs, padded ones, and (asked for) prefill with a cache followed by single tokens."""
     truth = placed(model, device, "float32")
     subject = placed(model, device, dtype)
-    where = {"subject": f"{name} [{line_up.name}]", "dtype": dtype}
     for label, kind in (("full forward", "inputs"), ("padded batch", "padded")):
         inputs = getattr(subject, kind)
         if inputs is None:
             continue
-        check, call = _compared(label, truth, subject, kind, line_up, where, partial(subject.logits, inputs))
+        call = Caller(line_up, 4, name, dtype)
+        check = _compared(call, label, truth, subject, kind, partial(subject.logits, inputs))
         differs = check.status is Status.FAIL and check.figures  # and has not just raised
-        yield _explained(check, subject, inputs, line_up, call) if differs else check
+        yield _explained(check, subject, inputs, call) if differs else check
     if cached and subject.decoder and not getattr(subject.module.config, "is_encoder_decoder", False):
-        run = partial(_token_by_token, subject)
-        check, call = _compared("prefill + decode with cache", truth, subject, "inputs", line_up, where, run)
+        run, call = partial(_token_by_token, subject), Caller(line_up, 4, name, dtype)
+        check = _compared(call, "prefill + decode with cache", truth, subject, "inputs", run)
         if check.status is Status.FAIL and check.figures:
             kernel, component = call.kernels.get("attention", ""), "attention over a cache, or RoPE's positions"
             check = replace(check, op="attention", kernel=kernel, component=component)
         yield check
 
 
-@contextmanager
-def _eager(module: Any) -> Iterator[None]:
-    """The unmodified model with its plainest attention."""
-    before = module.config._attn_implementation
-    module.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        module.set_attn_implementation(before)
-
-
 def _plain_logits(model: Model, inputs: dict[str, Tensor]) -> Tensor:
+    """Those of the unmodified model with its plainest attention."""
     label = "padded" if inputs is model.padded else "plain"
     if label not in model.memo:
-        with _eager(model.module):
+        before = model.module.config._attn_implementation
+        model.module.set_attn_implementation("eager")
+        try:
             model.memo[label] = model.logits(inputs)
+        finally:
+            model.module.set_attn_implementation(before)
     logits: Tensor = model.memo[label]
     return logits
 
 
-def _compared(
-    label: str,
-    truth: Model,
-    subject: Model,
-    kind: str,
-    line_up: LineUp,
-    where: dict[str, str],
-    run: Callable[[], Tensor],
-) -> tuple[Check, Caller]:
+def _compared(call: Caller, label: str, truth: Model, subject: Model, kind: str, run: Callable[[], Tensor]) -> Check:
     """The logits that `run` gives on our ops, against the unmodified model's on one kind of its inputs."""
     inputs = getattr(subject, kind)
     want = _plain_logits(truth, getattr(truth, kind))
     own = own_error(None if subject is truth else _plain_logits(subject, inputs), want)
-    call = Caller(line_up)
     try:
-        with torch.no_grad(), line_up.entered(), applied(subject.module, call):
+        with torch.no_grad(), call.line_up.entered(), applied(subject.module, call):
             got = run()
     except StageError as error:
-        return failed(4, label, error, **where), call
+        return call.failed(label, error)
     if call.idle:
-        return skipped(4, label, IDLE, **where), call
-    return _judge(label, got, want, _kept(inputs, got), own, call, where), call
+        return call.left_out(label)
+    return _judge(call, label, got, want, _kept(inputs, got), limit(LOGITS, own))
 
 
 def _token_by_token(model: Model) -> Tensor:
@@ -132,36 +115,24 @@ def _token_by_token(model: Model) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _explained(check: Check, model: Model, inputs: dict[str, Tensor], line_up: LineUp, call: Caller) -> Check:
+def _explained(check: Check, model: Model, inputs: dict[str, Tensor], call: Caller) -> Check:
     """A failed comparison of logits, told by the first stage inside the model that differs: both run once more."""
-    rows, first = stages_of(model, inputs, line_up, call)
-    finding = localise(rows)
-    if finding is None or first is None:
+    rows, first = stages_of(model, inputs, call)
+    if first is None:
         return check
-    guilty = next(row for row in rows if not row.ok)
+    fault = blamed(rows)
     logits = "" if check.first is None else f"the logits first differ at {list(check.first.index)}"
-    return replace(
-        check,
-        component=finding.component,
-        op=guilty.op,
-        kernel=guilty.kernel,
-        stage=guilty.stage,
-        first=first.first,
-        detail="; ".join(word for word in (finding.rule, logits, check.detail) if word),
-        stages=tuple(rows),
-        flags=red_flags(rows),
-    )
+    fault["detail"] = "; ".join(word for word in (fault["detail"], logits, check.detail) if word)
+    return replace(check, first=first.first, **fault)
 
 
-def stages_of(
-    model: Model, inputs: dict[str, Tensor], line_up: LineUp, call: Caller
-) -> tuple[list[StageDiff], ErrorReport | None]:
+def stages_of(model: Model, inputs: dict[str, Tensor], call: Caller) -> tuple[list[StageDiff], ErrorReport | None]:
     """Every module of the model watched, unmodified and on our ops: one row each, and the first that differs."""
     want: Events = {}
     got: Events = {}
     with hooked(model.module, want) as observe, watched(model.module, observe):
         model.logits(inputs)
-    with line_up.entered(), hooked(model.module, got) as observe, applied(model.module, call, observe):
+    with call.line_up.entered(), hooked(model.module, got) as observe, applied(model.module, call, observe):
         got.clear()  # of what patching tried the parts with
         model.logits(inputs)
     mask = None if "decoder_input_ids" in inputs else inputs.get("attention_mask")
@@ -188,15 +159,11 @@ def _kept(inputs: dict[str, Tensor], logits: Tensor) -> Tensor:
     return mask.bool()
 
 
-def _judge(
-    label: str, got: Tensor, want: Tensor, kept: Tensor, own: float, call: Caller, where: dict[str, str]
-) -> Check:
-    bound = limit(LOGITS, own)
-    report = compare(
-        torch.where(kept.unsqueeze(-1), got.float(), 0.0), torch.where(kept.unsqueeze(-1), want, 0.0), bound
-    )
-    kernel = call.kernels.get("linear", "")
-    check = of_error(4, label, report, op="linear", kernel=kernel, stage="logits", served=call.served, **where)
+def _judge(call: Caller, label: str, got: Tensor, want: Tensor, kept: Tensor, bound: Tolerance) -> Check:
+    counted = kept.unsqueeze(-1)
+    report = compare(torch.where(counted, got.float(), 0.0), torch.where(counted, want, 0.0), bound)
+    found = {"op": "linear", "kernel": call.kernels.get("linear", ""), "stage": "logits"}
+    check = call.compared(label, report, served=call.served, **found)
     top = got.argmax(-1) == want.argmax(-1)
     # Rounding may turn a tie; only a lead above the bound has to be kept.
     best = want.topk(min(2, want.shape[-1])).values
@@ -204,10 +171,8 @@ def _judge(
     wrong = (~top & kept & clear).nonzero().tolist()
     figures = (("top1_agreement", (top & kept).sum().item() / kept.sum().item()),)
     if wrong and check.status is Status.OK:
-        place = wrong[0]
-        text = (
-            f"top-1 at position {place}: got {int(got[tuple(place)].argmax())}, want {int(want[tuple(place)].argmax())}"
-        )
+        found_best, best_of_all = (int(logits[tuple(wrong[0])].argmax()) for logits in (got, want))
+        text = f"top-1 at position {wrong[0]}: got {found_best}, want {best_of_all}"
         return replace(check, status=Status.FAIL, detail=text, figures=figures)
     if wrong:
         detail = f"top-1 differs at {len(wrong)} of {int(kept.sum())} positions, first at {wrong[0]}"
@@ -228,42 +193,42 @@ def matrix(line_up: LineUp, device: torch.device, seed: int) -> Iterator[Check]:
     """The preflight's three models: do they run at all on these kernels, and give finite logits of the right shape?"""
     for name in models.MATRIX:
         model = placed(models.made(name, seed), device, "float32")
-        where: dict[str, Any] = {"subject": f"{name} [{line_up.name}]"}
-        call = Caller(line_up)
+        call = Caller(line_up, 0, name)
         try:
             with line_up.entered(), applied(model.module, call):
                 logits = model.logits(model.inputs)
         except Exception as error:
-            yield failed(0, "model runs", error, **where)
+            yield call.failed("model runs", error)
             continue
         finite = bool(logits.isfinite().all())
         detail = "" if finite else "the logits are not finite"
-        yield Check(0, "model runs", Status.OK if finite else Status.FAIL, detail=detail, stage="logits", **where)
+        status = Status.OK if finite else Status.FAIL
+        yield Check(0, "model runs", status, detail=detail, stage="logits", **call.where)
 
 
+# -- levels 2, 3 and 5 of models that other packages bring -------------------------------------------------
 _RATE = 0.003  # at 0.01, weights of Qwen3-Next moved in the sixth digit alone are up to 8e-2 apart after 20 steps
 
 
 def check_layers(name: str, model: Model, line_up: LineUp, device: torch.device, dtype: str) -> Iterator[Check]:
     """Each layer on what the unmodified model feeds it: its output, and the gradient of its input."""
     truth, subject = placed(model, device, "float32"), placed(model, device, dtype)
-    where: dict[str, Any] = {"subject": f"{name} [{line_up.name}]", "dtype": dtype}
-    inputs, call = fed(truth, _layers(truth.module)), Caller(line_up)
+    inputs, call = fed(truth, _layers(truth.module)), Caller(line_up, 2, name, dtype)
     want, own = list(_each_layer(truth, inputs)), list(_each_layer(subject, inputs))
     try:
         with line_up.entered(), applied(subject.module, call):
             got = list(_each_layer(subject, inputs))
     except (StageError, RuntimeError) as error:
-        yield failed(2, "layers", error, **where)
+        yield call.failed("layers", error)
         return
     if call.idle:
-        yield skipped(2, "layers", IDLE, **where)
+        yield call.left_out("layers")
         return
     for number, results in enumerate(zip(got, want, own, strict=True)):
         for label, found, wanted, plain in zip(("forward", "gradient of its input"), *results, strict=True):
             off = own_error(None if subject is truth else plain, wanted)
             report = compare(found.float(), wanted, limit(LAYER * max(1.0, wanted.abs().max().item()), off))
-            yield of_error(2, f"layer {number} {label}", report, served=call.served, **where)
+            yield call.compared(f"layer {number} {label}", report, served=call.served)
 
 
 def _each_layer(model: Model, given_to: Fed) -> Iterator[tuple[Tensor, Tensor]]:
@@ -290,24 +255,20 @@ def _layers(module: Any) -> list[Any]:
 
 def check_stages(name: str, model: Model, line_up: LineUp, device: torch.device, dtype: str) -> Iterator[Check]:
     """Every module inside the model, and the component that the first difference points to."""
-    subject, call = placed(model, device, dtype), Caller(line_up)
-    where: dict[str, Any] = {"subject": f"{name} [{line_up.name}]", "dtype": dtype}
+    subject, call = placed(model, device, dtype), Caller(line_up, 3, name, dtype)
     try:
-        rows, first = stages_of(subject, subject.inputs, line_up, call)
+        rows, first = stages_of(subject, subject.inputs, call)
     except StageError as error:
-        yield failed(3, "stage diff", error, **where)
+        yield call.failed("stage diff", error)
         return
     if call.idle:
-        yield skipped(3, "stage diff", IDLE, **where)
+        yield call.left_out("stage diff")
         return
     worst = max(rows, key=lambda row: row.max_abs)
-    check = Check(3, "stage diff", Status.OK, max_abs=worst.max_abs, threshold=worst.threshold, **where)
-    check = replace(check, stages=tuple(rows), served=call.served)
-    finding = localise(rows)
+    found: dict[str, Any] = {"max_abs": worst.max_abs, "threshold": worst.threshold, "stages": tuple(rows)}
+    check = Check(3, "stage diff", Status.OK, **found, served=call.served, **call.where)
     if first is not None:
-        guilty = next(row for row in rows if not row.ok)
-        check = replace(check, status=Status.FAIL, op=guilty.op, kernel=guilty.kernel, stage=guilty.stage)
-        check = replace(check, first=first.first, flags=red_flags(rows), detail="" if finding is None else finding.rule)
+        check = replace(check, status=Status.FAIL, first=first.first, **{**blamed(rows), "component": ""})
     yield check
 
 
@@ -317,25 +278,31 @@ def check_training(
     """Two copies stepped side by side: gradients of the first step, weights and loss after 1, 5 and 20."""
     start = placed(model, device, "float32")
     ours, theirs = (copy.deepcopy(start.module).train(False) for _ in range(2))
-    where: dict[str, Any] = {"subject": f"{name} [{line_up.name}]", "dtype": "float32"}
-    ids, call = start.inputs["input_ids"], Caller(line_up)
+    ids, call = start.inputs["input_ids"], Caller(line_up, 5, name, "float32")
     for step in range(1, steps + 1):
         tokens = ids.roll(step, 1)
         try:
             with line_up.entered(), applied(ours, call):
                 loss = _stepped(ours, tokens)
         except (StageError, RuntimeError) as error:
-            yield failed(5, f"step {step}", error, **where)
+            yield call.failed(f"step {step}", error)
             return
         want = _stepped(theirs, tokens)
         if call.idle:
-            yield skipped(5, "training", IDLE, **where)
+            yield call.left_out("training")
             return
         if step == 1:
-            yield _gradients(ours, theirs, call, where)
+            yield _gradients(ours, theirs, call)
         for count, weights, losses in TRAINING:
             if step == count:
-                yield _after(step, ours, theirs, weights, losses, abs(loss - want), call, where)
+                pairs = zip(ours.named_parameters(), theirs.parameters(), strict=True)
+                reports = {mine[0]: compare(mine[1].detach(), other.detach(), limit(weights)) for mine, other in pairs}
+                worst = max(reports, key=lambda name: reports[name].max_abs)
+                check = call.compared(f"weights after {step} steps", reports[worst], stage=worst, served=call.served)
+                off = abs(loss - want)
+                if not off < losses:
+                    check = replace(check, status=Status.FAIL, detail=f"loss differs by {off:.3g}, limit {losses:g}")
+                yield replace(check, figures=(("loss_diff", off),))
 
 
 def _stepped(module: Any, ids: Tensor) -> float:
@@ -350,7 +317,7 @@ def _stepped(module: Any, ids: Tensor) -> float:
     return float(loss.detach())
 
 
-def _gradients(ours: Any, theirs: Any, call: Caller, where: dict[str, Any]) -> Check:
+def _gradients(ours: Any, theirs: Any, call: Caller) -> Check:
     """The worst of the gradients of the first step."""
     checks = []
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
@@ -358,19 +325,6 @@ def _gradients(ours: Any, theirs: Any, call: Caller, where: dict[str, Any]) -> C
             continue
         got, want = (torch.zeros_like(one) if one.grad is None else one.grad for one in (mine, other))
         bound = gradient("linear", "float32", want.abs().max().item())
-        checks.append(of_error(5, "gradients of the first step", compare(got, want, bound), stage=name, **where))
+        checks.append(call.compared("gradients of the first step", compare(got, want, bound), stage=name))
     worst = max(checks, key=lambda check: (check.status is Status.FAIL, check.max_abs or 0))
     return replace(worst, served=call.served)
-
-
-def _after(
-    step: int, ours: Any, theirs: Any, weights: float, losses: float, off: float, call: Caller, where: dict[str, Any]
-) -> Check:
-    """Weights and loss after a number of steps."""
-    pairs = zip(ours.named_parameters(), theirs.parameters(), strict=True)
-    reports = {name: compare(mine.detach(), other.detach(), limit(weights)) for (name, mine), other in pairs}
-    worst = max(reports, key=lambda name: reports[name].max_abs)
-    check = of_error(5, f"weights after {step} steps", reports[worst], stage=worst, served=call.served, **where)
-    if not off < losses:
-        check = replace(check, status=Status.FAIL, detail=f"loss differs by {off:.3g}, limit {losses:g}")
-    return replace(check, figures=(("loss_diff", off),))

@@ -7,6 +7,7 @@ stages with real weights, one difference each, and the component they point to.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -16,11 +17,10 @@ from layerzero.dispatch.run import current_world
 from layerzero.numerics import ErrorReport, compare
 from layerzero_verify import block
 from layerzero_verify.block import CONFIGS, Config, LayerWeights, from_transformers, generator, made
-from layerzero_verify.lineup import IDLE, Caller, LineUp
+from layerzero_verify.lineup import Caller, LineUp
 from layerzero_verify.models import Model
 from layerzero_verify.oracles import Truth, cast, rope_tables
-from layerzero_verify.report import Check, StageDiff, StageError, Status, failed, of_error, skipped
-from layerzero_verify.stages import CONSUMERS, OPS, bare, localise, red_flags
+from layerzero_verify.report import CONSUMERS, OPS, Check, StageDiff, StageError, Status, bare, blamed
 from layerzero_verify.thresholds import LAYER, limit
 
 _BATCH, _LENGTH, _PROMPT = 2, 13, 6
@@ -52,14 +52,15 @@ def check_layer(
 ) -> Iterator[Check]:
     """Every layer of a config, chained, forward and backward; then the first layer as a server would run it."""
     kind: torch.dtype = getattr(torch, dtype)
-    where = {"subject": f"{config.name} [{line_up.name}]", "dtype": dtype}
     layers = [made(config, number, seed).to(kind, device) for number in range(config.layers)]
     draw = generator("input", config.name, seed)
     x = torch.randn(_BATCH, _LENGTH, config.hidden, generator=draw).to(device, kind)
     tables = cast(rope_tables(_LENGTH, config.head_dim) if config.rope else None, torch.float32, device)
     with line_up.entered():
-        yield from _forward_backward(line_up, layers, x, tables, where)
-        yield from _decode(line_up, layers[0], x, tables, where)
+        yield from _forward_backward(Caller(line_up, 2, config.name, dtype), layers, x, tables)
+        for name, paged in (("contiguous", None), ("paged NHD", "NHD"), ("paged HND", "HND")):
+            call = Caller(line_up, 2, config.name, dtype)
+            yield _decode(call, f"prefill + decode, {name}", layers[0], x, tables, paged)
 
 
 def _chain(layers: list[LayerWeights], x: Tensor, run: Any) -> tuple[Named, Named]:
@@ -92,10 +93,8 @@ def _gradients(stages: Named, leaves: Named) -> Named:
     }
 
 
-def _forward_backward(
-    line_up: LineUp, layers: Layers, x: Tensor, tables: block.Tables, where: dict[str, str]
-) -> Iterator[Check]:
-    call, truth = Caller(line_up), _truth(line_up)
+def _forward_backward(call: Caller, layers: Layers, x: Tensor, tables: block.Tables) -> Iterator[Check]:
+    truth = _truth(call.line_up)
 
     def compute(layers: Layers, x: Tensor, tables: block.Tables) -> tuple[Named, Named]:
         return _chain(layers, x, lambda w, stream, _: truth.layer(w, stream, tables))
@@ -104,34 +103,23 @@ def _forward_backward(
     try:
         got = _chain(layers, x, lambda w, stream, prefix: block.forward(call, w, stream, tables, prefix))
     except StageError as error:
-        yield failed(2, "forward", error, **where)
+        yield call.failed("forward", error)
         return
     if call.idle:
-        yield skipped(2, "forward and backward", IDLE, **where)
+        yield call.left_out("forward and backward")
         return
-    yield _diff_stages(2, "forward", got[0], want[0], call, own[0] if own else {}, where)
+    yield _judged(call, "forward", got[0], want[0], own[0] if own else {})
     try:
         grads = _gradients(*got)
     except RuntimeError as error:
-        yield failed(2, "backward", error, **where)
+        yield call.failed("backward", error)
         return
-    yield _diff_gradients(grads, _gradients(*want), call, _gradients(*own) if own else {}, where)
-
-
-def _diff_stages(
-    level: int, name: str, got: Named, want: Named, call: Caller, own: Mapping[str, Tensor], where: Mapping[str, str]
-) -> Check:
-    """One check over all stages: the first one that differs names op, kernel and component."""
-    return _judged(level, name, {stage: stage for stage in want}, got, want, call, own, where)
-
-
-def _diff_gradients(got: Named, want: Named, call: Caller, own: Mapping[str, Tensor], where: dict[str, str]) -> Check:
-    """Gradients from the output back to the input: the op that takes a stage in made its gradient."""
-    makers = {}
-    for stage in reversed(list(want)):
+    # Gradients from the output back to the input: the op that takes a stage in made its gradient.
+    wide, makers = _gradients(*want), {}
+    for stage in reversed(list(wide)):
         prefix, _, last = stage.rpartition(" ")
         makers[stage] = f"{prefix or 'layer 0'} {WEIGHTS.get(last) or CONSUMERS.get(last, last)}"
-    return _judged(2, "backward", makers, got, want, call, own, where, backward=True)
+    yield _judged(call, "backward", grads, wide, _gradients(*own) if own else {}, makers)
 
 
 # weight -> the stage it takes part in
@@ -146,81 +134,50 @@ def own_error(own: Tensor | None, truth: Tensor) -> float:
     return 0.0 if own is None else (own.double() - truth.double()).abs().max().item()
 
 
-def _shown(report: ErrorReport) -> float:
-    if not report.shape_ok or not report.nan_agree or not report.inf_agree:
-        return float("inf")
-    return report.max_abs
-
-
 def _judged(
-    level: int,
-    name: str,
-    makers: Mapping[str, str],
-    got: Named,
-    want: Named,
-    call: Caller,
-    own: Mapping[str, Tensor],
-    where: Mapping[str, Any],
-    *,
-    backward: bool = False,
+    call: Caller, name: str, got: Named, want: Named, own: Named, makers: Mapping[str, str] | None = None
 ) -> Check:
-    """`makers` are the stages to compare, in order, each with the stage whose op is asked about."""
+    """One check over all stages: the first one that differs names op, kernel and component.
+
+    `makers` are given for gradients: the stages in their order, each with the one whose op made its gradient.
+    """
     reports: dict[str, ErrorReport] = {}
     rows = []
-    for stage, maker in makers.items():
-        loss = own_error(own.get(stage), want[stage])
-        report = reports[stage] = compare(got[stage], want[stage], limit(LAYER, loss))
+    for stage, maker in (makers or {stage: stage for stage in want}).items():
+        report = reports[stage] = compare(got[stage], want[stage], limit(LAYER, own_error(own.get(stage), want[stage])))
         op, kernel = call.stages.get(maker, (OPS.get(bare(maker), ""), ""))
-        rows.append(StageDiff(stage, op, kernel, _shown(report), report.tolerance.atol, report.ok))
-    worst = max(rows, key=lambda row: row.max_abs)
-    wrong = next((row for row in rows if not row.ok), None)
-    found = {"stages": tuple(rows), **where}
-    if wrong is None:
+        sound = report.shape_ok and report.nan_agree and report.inf_agree
+        largest = report.max_abs if sound else float("inf")
+        rows.append(StageDiff(stage, op, kernel, largest, report.tolerance.atol, report.ok))
+    if all(row.ok for row in rows):
+        worst = max(rows, key=lambda row: row.max_abs)
+        found: dict[str, Any] = {"max_abs": worst.max_abs, "threshold": worst.threshold, "stages": tuple(rows)}
         used = max(report.used for report in reports.values())
-        return Check(level, name, Status.OK, max_abs=worst.max_abs, threshold=worst.threshold, used=used, **found)
-    finding = localise(rows)
-    assert finding is not None
-    component = f"backward of {wrong.op}" if backward else finding.component
-    rule = "the gradients after this stage are right, its own is not" if backward else finding.rule
-    return of_error(
-        level,
-        name,
-        reports[wrong.stage],
-        op=wrong.op,
-        kernel=wrong.kernel,
-        stage=wrong.stage,
-        component=component,
-        detail=rule,
-        flags=red_flags(rows),
-        **found,
-    )
+        return Check(call.level, name, Status.OK, used=used, **found, **call.where)
+    fault = blamed(rows)
+    if makers:
+        rule = "the gradients after this stage are right, its own is not"
+        fault |= {"component": f"backward of {fault['op']}", "detail": rule}
+    return call.compared(name, reports[fault["stage"]], **fault)
 
 
-def _decode(
-    line_up: LineUp, layer: LayerWeights, x: Tensor, tables: block.Tables, where: dict[str, str]
-) -> Iterator[Check]:
-    truth = _truth(line_up)
+def _decode(call: Caller, name: str, layer: LayerWeights, x: Tensor, tables: block.Tables, paged: str | None) -> Check:
+    if any(op == "attention" for op, _ in call.line_up.stand_ins):
+        return call.left_out(name, "attention is a plugin's own op here")
+    truth = _truth(call.line_up)
     want, own = _wide_and_own(lambda layers, x, tables: truth.layer(layers[0], x, tables)["output"], [layer], x, tables)
-    for name, paged in (("contiguous", None), ("paged NHD", "NHD"), ("paged HND", "HND")):
-        label = f"prefill + decode, {name}"
-        if any(op == "attention" for op, _ in line_up.stand_ins):
-            yield skipped(2, label, "attention is a plugin's own op here", **where)
-            continue
-        call = Caller(line_up)
-        try:
-            with torch.no_grad():
-                got = block.decode(call, layer, x, tables, _PROMPT, paged=paged)
-        except StageError as error:
-            yield failed(2, label, error, **where)
-            continue
-        if call.idle:
-            yield skipped(2, label, IDLE, **where)
-            continue
-        report = compare(got, want, limit(LAYER, own_error(own, want)))
-        op = "attention" if paged is None else "paged_attention"
-        component = "" if report.ok else "KV cache or attention alignment"
-        found = {"op": op, "kernel": call.kernels.get(op, ""), "stage": _place(report), "component": component}
-        yield of_error(2, label, report, served=call.served, **found, **where)
+    try:
+        with torch.no_grad():
+            got = block.decode(call, layer, x, tables, _PROMPT, paged=paged)
+    except StageError as error:
+        return call.failed(name, error)
+    if call.idle:
+        return call.left_out(name)
+    report = compare(got, want, limit(LAYER, own_error(own, want)))
+    op = "attention" if paged is None else "paged_attention"
+    component = "" if report.ok else "KV cache or attention alignment"
+    found = {"op": op, "kernel": call.kernels.get(op, ""), "stage": _place(report), "component": component}
+    return call.compared(name, report, served=call.served, **found)
 
 
 def _place(report: ErrorReport) -> str:
@@ -235,10 +192,9 @@ def _place(report: ErrorReport) -> str:
 def check_stages(name: str, model: Model, line_up: LineUp, device: torch.device, dtype: str) -> Iterator[Check]:
     """First and last layer of a Llama-like model, on the hidden states that the model itself feeds them."""
     module, config = model.module, model.module.config
-    subject = f"{name} [{line_up.name}]"
     layers = getattr(getattr(module, "model", None), "layers", None)
     if layers is None or not _llama_like(layers[0]):
-        yield skipped(3, "stage diff", "not of the Llama family", subject=subject)
+        yield Caller(line_up, 3, name).left_out("stage diff", "not of the Llama family")
         return
     hidden = [(args[0] if args else kwargs["hidden_states"]).detach() for args, kwargs in fed(model, layers)]
     first = hidden[0]
@@ -247,7 +203,7 @@ def check_stages(name: str, model: Model, line_up: LineUp, device: torch.device,
     tables = cos[0, :, :half], sin[0, :, :half]
     for number in sorted({0, len(layers) - 1}):
         weights, x = from_transformers(layers[number], config), hidden[number]
-        yield _one(f"layer {number}", weights, x, tables, line_up, device, {"subject": subject, "dtype": dtype})
+        yield _one(Caller(line_up, 3, name, dtype), f"layer {number}", weights, x, tables, device)
 
 
 Fed = list[tuple[Any, dict[str, Any]]]
@@ -256,15 +212,11 @@ Fed = list[tuple[Any, dict[str, Any]]]
 def fed(model: Model, layers: Iterable[Any]) -> Fed:
     """Positional and named arguments that the model gives each of its layers."""
     found: Fed = []
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, args, kwargs: found.append((args, kwargs)), with_kwargs=True)
-        for layer in layers
-    ]
-    try:
+    with ExitStack() as hooks:
+        for layer in layers:
+            hook = layer.register_forward_pre_hook(lambda _, *given: found.append(given), with_kwargs=True)
+            hooks.enter_context(hook)
         model.logits(model.inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return found
 
 
@@ -283,28 +235,22 @@ def check_made(line_up: LineUp, device: torch.device, dtype: str, seed: int) -> 
     """The same with weights made here, for a machine without transformers."""
     config = CONFIGS["gqa"]
     x = torch.randn(2, 12, config.hidden, generator=generator("stages", seed))
-    where = {"subject": f"made weights [{line_up.name}]", "dtype": dtype}
-    yield _one("layer 0", made(config, 0, seed), x, rope_tables(12, config.head_dim), line_up, device, where)
+    call = Caller(line_up, 3, "made weights", dtype)
+    yield _one(call, "layer 0", made(config, 0, seed), x, rope_tables(12, config.head_dim), device)
 
 
 def _one(
-    label: str,
-    weights: LayerWeights,
-    x: Tensor,
-    tables: block.Tables,
-    line_up: LineUp,
-    device: torch.device,
-    where: dict[str, str],
+    call: Caller, label: str, weights: LayerWeights, x: Tensor, tables: block.Tables, device: torch.device
 ) -> Check:
-    kind: torch.dtype = getattr(torch, where["dtype"])
+    kind: torch.dtype = getattr(torch, call.dtype)
     weights, x, tables = weights.to(kind, device), x.to(device, kind), cast(tables, torch.float32, device)
-    truth, call = _truth(line_up), Caller(line_up)
+    truth = _truth(call.line_up)
     want, own = _wide_and_own(lambda layers, x, tables: truth.layer(layers[0], x, tables), [weights], x, tables)
     try:
-        with torch.no_grad(), line_up.entered():
+        with torch.no_grad(), call.line_up.entered():
             got = block.forward(call, weights, x, tables)
     except StageError as error:
-        return failed(3, "stage diff", error, **where)
+        return call.failed("stage diff", error)
     if call.idle:
-        return skipped(3, f"stage diff, {label}", IDLE, **where)
-    return _diff_stages(3, f"stage diff, {label}", got, want, call, own or {}, where)
+        return call.left_out(f"stage diff, {label}")
+    return _judged(call, f"stage diff, {label}", got, want, own or {})

@@ -20,17 +20,16 @@ from layerzero.dispatch.run import current_world, decide, describe
 from layerzero.errors import LayerZeroError, UnknownNameError, did_you_mean, nearest
 from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import KernelSpec
-from layerzero.model.op import OperationSpec
-from layerzero.plugin.vendor import hardware_reasons
+from layerzero.numerics import ErrorReport
 from layerzero.public.control import scoped
 from layerzero.public.inspection import list_kernels
 from layerzero.selection.engine import refuse
-from layerzero_verify.report import StageError
+from layerzero_verify.report import Check, StageError, failed, of_error, skipped
 
 # More than any preference, priority or measurement can say.
 _BOOST = 1e6
 _UNCOMPILED = "compiled at run time: `--lane full`, or naming it or its backend, takes it in"
-IDLE = "no kernel under test serves a call here"
+_IDLE = "no kernel under test serves a call here"
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def _absent(kernel: KernelSpec, device: DeviceSpec) -> str:
     blocked = world.health.blocked_by(kernel.kernel_id, kernel.backend)
     if blocked is not None:
         return blocked.message
-    found = hardware_reasons(kernel, device)
+    found = kernel.check_device(device)
     return found[0].message if found else ""
 
 
@@ -168,10 +167,13 @@ class Caller:
     """Calls ops within a line-up, through the real dispatch, and remembers the kernels: by stage, the last of each op.
 
     The kernel that selection chooses is then asked for by name, so that a kernel that raises is a finding and not a
-    quiet change to the next candidate.
+    quiet change to the next candidate. Level, subject and dtype are what the checks of its results have in common.
     """
 
     line_up: LineUp
+    level: int = 0
+    subject: str = ""
+    dtype: str = ""
     stages: dict[str, tuple[str, str]] = field(default_factory=dict)
     kernels: dict[str, str] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
@@ -184,7 +186,11 @@ class Caller:
         spec = public if standing is None else current_world().ops[standing]
         kernel = ""
         try:
-            kernel = _choose(spec, canonical, layout)
+            world = current_world()
+            decision = decide(spec, describe(spec, canonical, layout, None, world), world)
+            if not decision.chosen:
+                raise refuse(decision)
+            kernel = decision.chosen
             self.stages[stage] = (spec.op_id, kernel)
             self.kernels[op] = kernel
             self.used.add(kernel)
@@ -203,10 +209,15 @@ class Caller:
         """Whether the line-up names kernels and none of them served a call."""
         return bool(self.line_up.kernels) and not self.used & set(self.line_up.kernels)
 
+    @property
+    def where(self) -> dict[str, Any]:
+        return {"subject": f"{self.subject} [{self.line_up.name}]", "dtype": self.dtype}
 
-def _choose(spec: OperationSpec, canonical: tuple[Any, ...], layout: str | None) -> str:
-    world = current_world()
-    decision = decide(spec, describe(spec, canonical, layout, None, world), world)
-    if not decision.chosen:
-        raise refuse(decision)
-    return decision.chosen
+    def compared(self, name: str, report: ErrorReport, **more: Any) -> Check:
+        return of_error(self.level, name, report, **self.where, **more)
+
+    def failed(self, name: str, error: BaseException) -> Check:
+        return failed(self.level, name, error, **self.where)
+
+    def left_out(self, name: str, why: str = _IDLE) -> Check:
+        return skipped(self.level, name, why, **self.where)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 from importlib.metadata import entry_points
@@ -260,45 +260,36 @@ _MODULES = {
 def stage_of(name: str) -> str:
     """The stage a module computes, by the names transformers gives; "" for modules that are none."""
     parts = name.split(".")
-    for size in (2, 1):
-        found = _MODULES.get(".".join(parts[-size:]))
-        if found:
-            return found
-    return "norm" if parts[-1].endswith("norm") else ""
+    known = _MODULES.get(".".join(parts[-2:])) or _MODULES.get(parts[-1])
+    return known or ("norm" if parts[-1].endswith("norm") else "")
 
 
 @contextmanager
 def hooked(model: Any, events: Events) -> Iterator[Callable[[str, Tensor], None]]:
     """Collect events while the block runs; yields the observer that attention functions tell of their tensors."""
 
-    def observe(name: str, value: Tensor) -> None:
+    def observe(name: str, value: Any) -> None:
+        if not isinstance(value, Tensor):
+            return
         key, number = name, 2
         while key in events:  # a module that runs several times, an encoder's and a decoder's embedding
             key, number = f"{name}#{number}", number + 1
         events[key] = value.detach().clone()
 
-    def watch(name: str, value: Any) -> None:
-        if isinstance(value, Tensor):
-            observe(name, value)
-
     def before(name: str, module: Any, args: Any) -> None:
-        watch(f"{name} swiglu_out", args[0] if args else None)
+        observe(f"{name} swiglu_out", args[0] if args else None)
 
     def after(name: str, module: Any, args: Any, output: Any) -> None:
-        watch(f"{name} {stage_of(name)}", output)
+        observe(f"{name} {stage_of(name)}", output)
 
-    handles = []
-    for name, module in model.named_modules():
-        stage = stage_of(name)
-        if stage == "mlp_out":
-            handles.append(module.register_forward_pre_hook(partial(before, name)))
-        if stage:
-            handles.append(module.register_forward_hook(partial(after, name)))
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            stage = stage_of(name)
+            if stage == "mlp_out":
+                hooks.enter_context(module.register_forward_pre_hook(partial(before, name)))
+            if stage:
+                hooks.enter_context(module.register_forward_hook(partial(after, name)))
         yield observe
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def ran(event: str, call: Caller) -> tuple[str, str]:

@@ -17,15 +17,6 @@ from layerzero._ops.signature import public_op
 from layerzero_verify.block import LayerWeights, Tables, forward
 
 
-def _visible(row: int, column: int, seq_q: int, seq_k: int, causal: Any, window: Any) -> bool:
-    """Whether query `row` may see key `column`: positions are counted from the end, but for a top-left triangle."""
-    position = row if causal is True else row + seq_k - seq_q
-    if causal and column > position:
-        return False
-    left, right = window if window is not None else (-1, -1)
-    return not (0 <= left < position - column or 0 <= right < column - position)
-
-
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -49,16 +40,16 @@ def _attention(
     scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
+    # how far each key lies ahead of each query; positions are counted from the end, but for a top-left triangle
+    ends = torch.arange(seq_k - seq_q, seq_k, device=query.device)
+    ahead = torch.arange(seq_k, device=query.device)[None] - ends[:, None]
     if alibi_slopes is not None:
-        ends = torch.arange(seq_k - seq_q, seq_k, device=query.device)
-        gap = (ends[:, None] - torch.arange(seq_k, device=query.device)[None]).abs().double()
         slopes = alibi_slopes if alibi_slopes.ndim == 2 else alibi_slopes[None]
-        scores = scores - slopes.double()[:, :, None, None] * gap
-    seen = torch.tensor(
-        [[_visible(i, j, seq_q, seq_k, is_causal, window) for j in range(seq_k)] for i in range(seq_q)],
-        dtype=torch.bool,
-        device=query.device,
-    ).expand_as(scores)
+        scores = scores - slopes.double()[:, :, None, None] * ahead.abs().double()
+    if is_causal is True:
+        ahead = ahead + seq_k - seq_q
+    left, right = (math.inf if side < 0 else side for side in window or (-1, -1))
+    seen = ((-left <= ahead) & (ahead <= (min(right, 0) if is_causal else right))).expand_as(scores)
     if attn_mask is not None:
         seen, scores = (
             (seen & attn_mask, scores) if attn_mask.dtype is torch.bool else (seen, scores + attn_mask.double())

@@ -163,16 +163,12 @@ def write_plugin(name: str, folder: str | Path = ".", *, op: str | None = None, 
         # nobody else has kernels of a new op; among those of a known one it begins behind the built-in ones
         texts["src/layerzero_@NAME@/capabilities.json"] = _capabilities(module, ops, lang, 50 if new_op else 1)
         for path, text in texts.items():
+            for word in ("@FILES@", "@REGISTER@", *words):  # what stands for lines may hold other words
+                text = text.replace(word, words[word])
             file = room / "made" / path.replace("@NAME@", module)
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(_filled(text, words), encoding="utf-8")
+            file.write_text(text, encoding="utf-8")
         os.rename(room / "made", target)  # unlike replace, never takes the place of a folder with files in it
     finally:
         shutil.rmtree(room, ignore_errors=True)
     return target
-
-
-def _filled(text: str, words: dict[str, str]) -> str:
-    for word in ("@FILES@", "@REGISTER@", *words):  # what stands for lines may hold other words
-        text = text.replace(word, words[word])
-    return text

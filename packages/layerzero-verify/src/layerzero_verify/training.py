@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +13,9 @@ from layerzero.numerics import compare
 from layerzero_verify import block
 from layerzero_verify.block import Config, generator, made
 from layerzero_verify.layers import WEIGHTS
-from layerzero_verify.lineup import IDLE, Caller, LineUp
+from layerzero_verify.lineup import Caller, LineUp
 from layerzero_verify.oracles import Truth, cast, rope_tables
-from layerzero_verify.report import Check, StageDiff, StageError, Status, failed, of_error, skipped
-from layerzero_verify.stages import red_flags
+from layerzero_verify.report import Check, StageDiff, StageError, Status, red_flags
 from layerzero_verify.thresholds import EMBEDDING_GRAD, GRADS, TRAINING, limit
 
 _BATCH, _LENGTH, _BATCHES = 2, 10, 4
@@ -29,7 +27,6 @@ class _Model:
     """A small decoder whose parameters are leaves; `loss` computes with kernels or with formulas."""
 
     def __init__(self, config: Config, device: torch.device, seed: int) -> None:
-        self.config = config
         draw = generator("model", config.name, seed)
         hidden, vocab = config.hidden, config.vocab
         self.layers = [made(config, number, seed).to(torch.float32, device).leaves() for number in range(config.layers)]
@@ -69,12 +66,11 @@ def check_training(
     config: Config, line_up: LineUp, device: torch.device, *, steps: int, seed: int = 0
 ) -> Iterator[Check]:
     """`steps` of SGD; bounds at 1, 5 and 20 steps, the two loss curves beyond."""
-    where: dict[str, Any] = {"subject": f"{config.name} [{line_up.name}]", "dtype": "float32"}
+    call, truth = Caller(line_up, 5, config.name, "float32"), Truth()
     if line_up.stand_ins:
-        yield skipped(5, "training", "a plugin's own op stands in: its convention is the question of level 4", **where)
+        yield call.left_out("training", "a plugin's own op stands in: its convention is the question of level 4")
         return
-    call, truth = Caller(line_up), Truth()
-    both = _Both(_Model(config, device, seed), _Model(config, device, seed), call, where)
+    both = _Both(_Model(config, device, seed), _Model(config, device, seed), call)
     with line_up.entered():
         for step in range(1, steps + 1):
             # A few batches again and again, so that there is something to learn and the loss has a trend.
@@ -84,12 +80,12 @@ def check_training(
             try:
                 loss, gradients = _gradients(both.ours, both.ours.loss(call, ids, targets))
             except (StageError, RuntimeError) as error:
-                yield failed(5, f"step {step}", error, **where)
+                yield call.failed(f"step {step}", error)
                 return
             want_loss, want = _gradients(both.theirs, both.theirs.loss(truth, ids, targets))
             if step == 1:
                 if call.idle:
-                    yield skipped(5, "training", IDLE, **where)
+                    yield call.left_out("training")
                     return
                 yield from both.first_gradients(gradients, want)
             both.ours.step(gradients)
@@ -118,7 +114,6 @@ class _Both:
     ours: _Model
     theirs: _Model
     call: Caller
-    where: dict[str, Any]
     losses: list[tuple[float, float]] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
 
@@ -137,7 +132,7 @@ class _Both:
         """Gradients of the first step, from the head back: the first that differs is the guilty one's."""
         for name in reversed(list(want)):
             report = compare(got[name], want[name], limit(EMBEDDING_GRAD if name == "embedding" else GRADS))
-            check = of_error(5, "gradient of the first step", report, **self._maker(name), **self.where)
+            check = self.call.compared("gradient of the first step", report, **self._maker(name))
             yield check
             if check.status is Status.FAIL:
                 return
@@ -147,7 +142,7 @@ class _Both:
         reports = {name: compare(value, theirs[name], limit(weights)) for name, value in self.ours.parameters().items()}
         worst = max(reports, key=lambda name: reports[name].max_abs)
         guilty = next((name for name in reversed(list(reports)) if not reports[name].ok), worst)
-        check = of_error(5, f"weights after {step} steps", reports[guilty], **self._maker(guilty), **self.where)
+        check = self.call.compared(f"weights after {step} steps", reports[guilty], **self._maker(guilty))
         loss, want = self.losses[-1]
         off = abs(loss - want)
         if not off < losses:
@@ -179,7 +174,7 @@ class _Both:
             detail="" if ok else f"the curves part: largest difference {off:.3g}, correlation {together:.4f}",
             flags=flags,
             figures=tuple(figures.items()),
-            **self.where,
+            **self.call.where,
         )
 
 

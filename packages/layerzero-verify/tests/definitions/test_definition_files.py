@@ -23,8 +23,8 @@ from layerzero_verify.definitions import (
     parse_definition,
     read_traces,
 )
-from layerzero_verify.definitions.constraints import derive, violated
 from layerzero_verify.definitions.schema import DTYPES
+from layerzero_verify.definitions.sizes import derive, violated
 from layerzero_verify.definitions.trace import Evaluation, InputSource, parse_trace
 
 LONG = read().prove

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from layerzero.env import read
 from layerzero.errors import BackendNotAvailableError, ConfigurationError, InvalidInputError
 from layerzero_verify.definitions import SIZES, Workload, parse_definition, workload_of, workloads_for
-from layerzero_verify.definitions.constraints import violated
 from layerzero_verify.definitions.inputs import make_inputs, split
-from layerzero_verify.definitions.sizes import RUNNER, axes_for
+from layerzero_verify.definitions.sizes import RUNNER, axes_for, violated
 from layerzero_verify.definitions.trace import InputSource
 
 LONG = read().prove

@@ -53,7 +53,10 @@ def add(group: click.Group) -> None:
         from layerzero_verify.ladder import verify as climb
 
         if checklist:
-            return Answer([dict(step) for step in STEPS], _checklist(STEPS))
+            blocks: list[Block] = [Line("what a new model has to pass", "bold"), Line()]
+            for number, step in enumerate(STEPS, start=1):
+                blocks += [Line(f"{number}. {step['step']}", hang=3), Line(step["command"], "dim", indent=3)]
+            return Answer([dict(step) for step in STEPS], blocks)
         if hostile:
             found: Answer = part("verify.hostile")(**options)
             return found
@@ -117,10 +120,3 @@ def _level_row(level: Level) -> tuple[str | Cell, ...]:
         f"{level.seconds:.1f}",
         Cell(level.skipped, "dim"),
     )
-
-
-def _checklist(steps: tuple[dict[str, str], ...]) -> list[Block]:
-    blocks: list[Block] = [Line("what a new model has to pass", "bold"), Line()]
-    for number, step in enumerate(steps, start=1):
-        blocks += [Line(f"{number}. {step['step']}", hang=3), Line(step["command"], "dim", indent=3)]
-    return blocks

@@ -8,12 +8,20 @@ The code inside a definition runs only when its file is in a place named on purp
 """
 
 from layerzero_verify.definitions.dataset import Dataset, Problem, open_dataset
-from layerzero_verify.definitions.outcome import Options, Outcome, Report
 from layerzero_verify.definitions.reference import Trust, compile_reference
 from layerzero_verify.definitions.run import check, check_definition, traces_of, write_traces
 from layerzero_verify.definitions.schema import Definition, load_definition, parse_definition
 from layerzero_verify.definitions.sizes import RUNNER, SIZES, workload_of, workloads_for
-from layerzero_verify.definitions.trace import Status, Trace, Workload, append_traces, read_traces
+from layerzero_verify.definitions.trace import (
+    Options,
+    Outcome,
+    Report,
+    Status,
+    Trace,
+    Workload,
+    append_traces,
+    read_traces,
+)
 
 __all__ = [
     "RUNNER",

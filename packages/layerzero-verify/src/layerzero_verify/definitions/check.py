@@ -30,10 +30,9 @@ from layerzero.reasons import Reason, reason
 from layerzero_verify.definitions import draws
 from layerzero_verify.definitions.adapters import Adapter, Unsupported, adapter_for
 from layerzero_verify.definitions.inputs import copied, make_inputs
-from layerzero_verify.definitions.outcome import REFERENCE, Options, Outcome
 from layerzero_verify.definitions.reference import CompileError, NotTrustedError, Trust, compile_reference, in_order
 from layerzero_verify.definitions.schema import Definition, torch_dtype
-from layerzero_verify.definitions.trace import Status, Workload
+from layerzero_verify.definitions.trace import REFERENCE, Options, Outcome, Status, Workload
 from layerzero_verify.definitions.truths import Truth, find_truths
 from layerzero_verify.lineup import unknown
 
@@ -81,9 +80,6 @@ class Bench:
     def outcome(self, solution: str, **fields: Any) -> Outcome:
         return Outcome(self.definition.name, self.workload, solution, **fields)
 
-    def start(self, solution: str) -> Started:
-        return Started(solution, self.workload)
-
     def run(self, solution: str, run: Run, *, partial: bool = False) -> Result | Outcome:
         """Run once for the outputs, then for the time; or the Outcome of a solution that could not be run."""
         definition = self.definition
@@ -111,7 +107,9 @@ class Bench:
         if isinstance(error, NotImplementedError):
             return self.outcome(solution, reason=reason("FEATURE_UNSUPPORTED", str(error)))
         if isinstance(error, (NoKernelFoundError, InvalidInputError)):
-            why = _own_reason(error)
+            # the reason that speaks of the kernel asked for
+            spoken = [item for item in error.reasons if item.code.value not in _ABOUT_OTHERS]
+            why = (spoken or list(error.reasons))[0]
             status = Status.COMPILE_ERROR if why.code.value in _NOT_BUILT else None
             return self.outcome(solution, status=status, reason=why, log=str(error))
         log = "".join(traceback.format_exception(cause))
@@ -165,12 +163,6 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor
 
 
-def _own_reason(error: LayerZeroError) -> Reason:
-    """Of all the reasons in a refusal, the one that speaks of the kernel asked for."""
-    spoken = [item for item in error.reasons if item.code.value not in _ABOUT_OTHERS]
-    return (spoken or list(error.reasons))[0]
-
-
 def bounds(definition: Definition, output: str, *, rtol: float | None = None, atol: float | None = None) -> Tolerance:
     """The bounds for one output; `rtol` and `atol` override the table's numbers, not its hit ratio.
 
@@ -193,8 +185,6 @@ def bounds(definition: Definition, output: str, *, rtol: float | None = None, at
 def _wider(one: Tolerance, other: Tolerance) -> Tolerance:
     return replace(one, rtol=max(one.rtol, other.rtol), atol=max(one.atol, other.atol))
 
-
-__all__ = ["Started", "check_workloads", "default_device", "known_backends"]
 
 # A definition's `run`, or why there is none.
 Code = Callable[..., Any] | NotTrustedError | CompileError
@@ -300,12 +290,12 @@ class _Subject:
 
 def _check_values(bench: Bench, subject: _Subject) -> Iterator[Started | Outcome]:
     """Solutions whose numbers are compared one by one."""
-    yield bench.start(REFERENCE)
+    yield Started(REFERENCE, bench.workload)
     own, reference = _reference(bench, subject.code)
     yield own
     results: dict[str, Outputs] = {}
     for truth in subject.truths:
-        yield bench.start(truth.source)
+        yield Started(truth.source, bench.workload)
         found = bench.run(truth.source, truth.run, partial=truth.partial)
         if isinstance(found, Outcome):
             yield replace(found, against=REFERENCE)
@@ -324,7 +314,7 @@ def _check_values(bench: Bench, subject: _Subject) -> Iterator[Started | Outcome
         if expected is None:
             yield bench.outcome(kernel.kernel_id, reason=own.reason or _unsound(own), log=own.log)
             continue
-        yield bench.start(kernel.kernel_id)
+        yield Started(kernel.kernel_id, bench.workload)
         found = bench.run(kernel.kernel_id, subject.run(kernel))
         if isinstance(found, Outcome):
             yield replace(found, against=against)
@@ -366,7 +356,7 @@ def _check_draws(bench: Bench, subject: _Subject) -> Iterator[Started | Outcome]
         tried.insert(0, (REFERENCE, _unseeded(lambda inputs: code(**inputs)), True))
     tried += [(kernel.kernel_id, subject.run(kernel), bool(kernel.deterministic)) for kernel in subject.kernels]
     for solution, draw, steady in tried:
-        yield bench.start(solution)
+        yield Started(solution, bench.workload)
         yield _judged(bench, solution, draw, steady=steady)
 
 

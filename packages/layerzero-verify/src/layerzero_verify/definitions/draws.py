@@ -71,14 +71,6 @@ def allowed_and_expected(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return edge.gather(1, back), ordered.gather(1, back)
 
 
-def repeated(inputs: Inputs, times: int) -> dict[str, Any]:
-    """The same rows again and again: row r of repetition n is at n * batch + r."""
-    return {
-        name: item.repeat(times, *(1,) * (item.ndim - 1)) if isinstance(item, Tensor) and item.ndim else item
-        for name, item in inputs.items()
-    }
-
-
 def judge(draw: Callable[[dict[str, Any], torch.Generator], Tensor], inputs: Inputs, seed: int = 0) -> Verdict:
     """Draw often and look. `draw(inputs, generator)` gives one token for each row of the inputs."""
     allowed, expected = allowed_and_expected(inputs)
@@ -88,7 +80,10 @@ def judge(draw: Callable[[dict[str, Any], torch.Generator], Tensor], inputs: Inp
     rounds = -(-wanted // times)
     device = inputs["probs"].device
     generator = torch.Generator(device=device).manual_seed(seed)
-    many = repeated(inputs, times)
+    many = {  # row r of repetition n is at n * batch + r
+        name: item.repeat(times, *(1,) * (item.ndim - 1)) if isinstance(item, Tensor) and item.ndim else item
+        for name, item in inputs.items()
+    }
     counts = torch.zeros(rows, vocab, dtype=torch.float64)
     first = torch.empty(0)
     for number in range(rounds):

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from layerzero.errors import BackendNotAvailableError, ConfigurationError, InvalidInputError, invalid
-from layerzero_verify.definitions.constraints import violated
 from layerzero_verify.definitions.schema import Definition, TensorSpec, torch_dtype
+from layerzero_verify.definitions.sizes import violated
 from layerzero_verify.definitions.trace import InputSource, Workload
 
 _LOW_BIT = ("float8_e4m3fn", "float8_e5m2")
@@ -28,13 +28,24 @@ _FIRST = ("kv_indptr", "kv_last_page_len", "gating_output", "routing_logits", "t
 
 
 class Maker:
-    """Makes the inputs of one workload; those already given are respected."""
+    """Makes the inputs of one workload; those that it gives are respected."""
 
-    def __init__(self, definition: Definition, sizes: Mapping[str, int], known: Mapping[str, Any], seed: str) -> None:
-        self.definition = definition
-        self.sizes = dict(sizes)
-        self.known: dict[str, Any] = dict(known)
-        self.seed = seed
+    def __init__(self, definition: Definition, workload: Workload, root: Path | None) -> None:
+        self.definition, self.workload, self.root = definition, workload, root
+        self.seed = f"{definition.name} {workload.uuid}"
+        missing = [axis for axis in definition.var_axes if axis not in workload.axes]
+        if missing:
+            raise self.refused(f"does not give the axis {missing[0]}", missing[0], definition.var_axes)
+        fixed = definition.const_axes
+        for axis, size in workload.axes.items():
+            if axis in fixed and fixed[axis] != size:
+                raise self.refused(f"changes the constant axis {axis}", size, fixed[axis])
+        self.sizes = {**workload.axes, **fixed}
+        unknown = sorted(set(workload.inputs) - set(definition.inputs))
+        if unknown:
+            raise self.refused(f"gives {unknown[0]}, which is no input", unknown[0], definition.inputs)
+        given = {name: source for name, source in workload.inputs.items() if source.kind != "random"}
+        self.known = {name: self._given(name, source) for name, source in given.items()}
 
     def fill(self) -> dict[str, Any]:
         names = list(self.definition.inputs)
@@ -43,9 +54,33 @@ class Maker:
                 self.known[name] = self._make(name, self.definition.inputs[name])
         return {name: self.known[name] for name in names}
 
+    def keep(self, values: Mapping[str, Any]) -> None:
+        """Refuse values that break a constraint; those that need a value not there yet wait."""
+        broken, _ = violated(self.definition.constraints, values)
+        if broken:
+            raise self.refused(f"does not keep {broken[0]}", dict(self.workload.axes), broken[0])
+
+    def refused(self, problem: str, value: object, limit: object) -> InvalidInputError:
+        words = ", ".join(limit) if isinstance(limit, (tuple, list, dict)) else str(limit)
+        where = f"the workload {self.workload.uuid} of {self.definition.name}"
+        return invalid("SHAPE_INVALID", str(value), words, f"{where} {problem}")
+
+    def _given(self, name: str, source: InputSource) -> Any:
+        spec = self.definition.inputs[name]
+        if source.kind == "scalar":
+            if spec.shape is not None:
+                raise self.refused(f"gives a number for the tensor {name}", source.value, spec.shape)
+            return source.value
+        tensor = _read(source, self.root)
+        shape = self.definition.shape(spec, self.sizes)
+        if tuple(tensor.shape) != shape or tensor.dtype != torch_dtype(spec.dtype):
+            found = f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise self.refused(f"{name} in {source.path} does not fit", found, f"{spec.dtype} {shape}")
+        return tensor
+
     def _make(self, name: str, spec: TensorSpec) -> Any:
         shape = self.definition.shape(spec, self.sizes)
-        role = _ROLES.get(name) or next((f for end, f in _ENDINGS.items() if name.endswith(end)), None)
+        role = _ROLES.get(name, _scale if name.endswith("_scale") else None)
         made = role(self, name, shape) if role is not None else self._plain(name, spec, shape)
         if shape is None:
             return made if not isinstance(made, Tensor) else made.item()
@@ -266,7 +301,6 @@ _ROLES: Mapping[str, Role] = {
     "routed_scaling_factor": lambda make, name, shape: 2.5,
     "eps": lambda make, name, shape: 1e-6,
 }
-_ENDINGS: Mapping[str, Role] = {"_scale": _scale}
 
 
 def make_inputs(
@@ -277,23 +311,15 @@ def make_inputs(
     `root` is the dataset's folder, where safetensors files are looked for. A workload that contradicts its definition
     is refused with the axis, input or constraint.
     """
-    sizes = _sizes(definition, workload)
-    unknown = sorted(set(workload.inputs) - set(definition.inputs))
-    if unknown:
-        raise _refused(definition, workload, f"gives {unknown[0]}, which is no input", unknown[0], definition.inputs)
-    known = {
-        name: _given(definition, workload, name, source, sizes, root)
-        for name, source in workload.inputs.items()
-        if source.kind != "random"
-    }
-    _keep(definition, workload, sizes)
+    maker = Maker(definition, workload, root)
+    maker.keep(maker.sizes)
     try:
-        made = Maker(definition, sizes, known, f"{definition.name} {workload.uuid}").fill()
+        made = maker.fill()
+    except InvalidInputError:
+        raise
     except (LookupError, TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, InvalidInputError):
-            raise
-        raise _refused(definition, workload, "cannot be made up", f"{type(error).__name__}: {error}", "") from error
-    _keep(definition, workload, {**sizes, **made})
+        raise maker.refused("cannot be made up", f"{type(error).__name__}: {error}", "") from error
+    maker.keep({**maker.sizes, **made})
     place = torch.device(device)
     return {name: item.to(place) if isinstance(item, Tensor) else item for name, item in made.items()}
 
@@ -303,41 +329,7 @@ def copied(inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: item.clone() if isinstance(item, Tensor) else item for name, item in inputs.items()}
 
 
-def _keep(definition: Definition, workload: Workload, values: dict[str, Any]) -> None:
-    """Refuse values that break a constraint; those that need a value not there yet wait."""
-    broken, _ = violated(definition.constraints, values)
-    if broken:
-        raise _refused(definition, workload, f"does not keep {broken[0]}", dict(workload.axes), broken[0])
-
-
-def _sizes(definition: Definition, workload: Workload) -> dict[str, int]:
-    missing = [axis for axis in definition.var_axes if axis not in workload.axes]
-    if missing:
-        raise _refused(definition, workload, f"does not give the axis {missing[0]}", missing[0], definition.var_axes)
-    fixed = definition.const_axes
-    for axis, size in workload.axes.items():
-        if axis in fixed and fixed[axis] != size:
-            raise _refused(definition, workload, f"changes the constant axis {axis}", size, fixed[axis])
-    return {**workload.axes, **fixed}
-
-
-def _given(
-    definition: Definition, workload: Workload, name: str, source: InputSource, sizes: dict[str, int], root: Path | None
-) -> Any:
-    spec = definition.inputs[name]
-    if source.kind == "scalar":
-        if spec.shape is not None:
-            raise _refused(definition, workload, f"gives a number for the tensor {name}", source.value, spec.shape)
-        return source.value
-    tensor = _tensor(source, root)
-    shape = definition.shape(spec, sizes)
-    if tuple(tensor.shape) != shape or tensor.dtype != torch_dtype(spec.dtype):
-        found = f"{tensor.dtype} {tuple(tensor.shape)}"
-        raise _refused(definition, workload, f"{name} in {source.path} does not fit", found, f"{spec.dtype} {shape}")
-    return tensor
-
-
-def _tensor(source: InputSource, root: Path | None) -> Tensor:
+def _read(source: InputSource, root: Path | None) -> Tensor:
     if root is None:
         raise ConfigurationError(
             f"{source.path} is relative to a dataset, and none is given", code="CONFIG_FILE_MISSING", value=source.path
@@ -362,14 +354,3 @@ def _tensor(source: InputSource, root: Path | None) -> Tensor:
         raise ConfigurationError(
             f"{source.path}: {source.key} cannot be read: {error}", code="SCHEMA_INVALID", value=source.path
         ) from None
-
-
-def _refused(
-    definition: Definition, workload: Workload, problem: str, value: object, limit: object
-) -> InvalidInputError:
-    return invalid(
-        "SHAPE_INVALID",
-        str(value),
-        ", ".join(limit) if isinstance(limit, (tuple, list, dict)) else str(limit),
-        f"the workload {workload.uuid} of {definition.name} {problem}",
-    )

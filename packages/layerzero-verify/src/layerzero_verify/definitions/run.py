@@ -11,6 +11,7 @@ import functools
 import multiprocessing
 import platform
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -20,85 +21,69 @@ import torch
 from layerzero.plugin.discovery import dist_version
 from layerzero_verify.definitions.check import Started, check_workloads, default_device, known_backends
 from layerzero_verify.definitions.dataset import Dataset
-from layerzero_verify.definitions.outcome import REFERENCE, Options, Outcome, Report
 from layerzero_verify.definitions.schema import Definition
 from layerzero_verify.definitions.sizes import DEFAULT, workloads_for
-from layerzero_verify.definitions.trace import Status, Trace, Workload, append_traces
+from layerzero_verify.definitions.trace import (
+    REFERENCE,
+    Options,
+    Outcome,
+    Report,
+    Status,
+    Trace,
+    Workload,
+    append_traces,
+)
 
 _END = "end"
 _READY = "ready"
 _START_LIMIT_S = 120.0  # importing torch and the backends is not the solution's time
+_LIBRARIES = ("torch", "layerzero-core", "flashinfer-python", "sgl-kernel", "sglang", "triton")
 
 
 def check_isolated(
     definition: Definition, workloads: Iterable[Workload], options: Options, root: Path | None = None, *, timeout: float
 ) -> Iterator[Started | Outcome]:
     """`check_workloads` with a limit: every solution has `timeout` seconds for a workload."""
+    spawn = multiprocessing.get_context("spawn")  # a forked child would share the parent's CUDA context and threads
     left = list(workloads)
     while left:
-        done = 0
-        for event in _one_child(definition, left, options, root, timeout):
-            if event == _END:
-                done += 1
-            else:
-                yield event
-        left = left[done:] if done else left[1:]
+        ours, theirs = spawn.Pipe(duplex=False)
+        child = spawn.Process(target=_work, args=(theirs, definition, left, options, root), daemon=True)
+        child.start()
+        theirs.close()
+        current = Started(REFERENCE, left[0])
+        limit = _START_LIMIT_S
+        try:
+            while left:
+                event, why = _next(ours, child, limit)
+                limit = timeout
+                if event == _END:
+                    left = left[1:]
+                elif isinstance(event, Status):
+                    yield Outcome(definition.name, current.workload, current.solution, status=event, log=why)
+                    left = left[1:]  # the rest of this workload went down with the child
+                    break
+                elif event != _READY:
+                    current = event if isinstance(event, Started) else current
+                    yield event
+        finally:
+            if child.is_alive():
+                child.kill()
+            child.join()
+            ours.close()
 
 
-def _one_child(
-    definition: Definition, workloads: list[Workload], options: Options, root: Path | None, timeout: float
-) -> Iterator[Any]:
-    """Events of one child until it is through, hangs or dies; `_END` after each workload."""
-    spawn = multiprocessing.get_context("spawn")  # a forked child would share the parent's CUDA context and threads
-    ours, theirs = spawn.Pipe(duplex=False)
-    child = spawn.Process(target=_work, args=(theirs, definition, workloads, options, root), daemon=True)
-    child.start()
-    theirs.close()
-    current = Started(REFERENCE, workloads[0])
-    limit, done = _START_LIMIT_S, 0
-    try:
-        while done < len(workloads):
-            event = _next(ours, child, limit)
-            if isinstance(event, Status):
-                yield _ended(definition, current, event, child, limit)
-                yield _END  # the rest of this workload went down with the child
-                return
-            limit = timeout
-            if event == _READY:
-                continue
-            if isinstance(event, Started):
-                current = event
-            if event == _END:
-                done += 1
-            yield event
-    finally:
-        if child.is_alive():
-            child.kill()
-        child.join()
-        ours.close()
-
-
-def _next(ours: Connection, child: Any, limit: float) -> Any:
-    """The child's next word; a Status where there will be none."""
+def _next(ours: Connection, child: Any, limit: float) -> tuple[Any, str]:
+    """The child's next word; where there will be none a Status, and why."""
     ready = wait([ours, child.sentinel], timeout=limit)
     if not ready:
-        return Status.TIMEOUT
+        return Status.TIMEOUT, f"did not finish within {limit:g} s"
     if ours in ready:
-        try:
-            return ours.recv()
-        except EOFError:
-            pass
-    return Status.RUNTIME_ERROR
-
-
-def _ended(definition: Definition, current: Started, status: Status, child: Any, limit: float) -> Outcome:
-    if status is Status.TIMEOUT:
-        log = f"did not finish within {limit:g} s"
-    else:
-        child.join()
-        code = child.exitcode
-        log = f"its process died with {f'signal {-code}' if code is not None and code < 0 else f'exit code {code}'}"
-    return Outcome(definition.name, current.workload, current.solution, status=status, log=log)
+        with suppress(EOFError):
+            return ours.recv(), ""
+    child.join()
+    code = child.exitcode
+    return Status.RUNTIME_ERROR, f"its process died with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
 
 
 def _work(
@@ -110,9 +95,6 @@ def _work(
         for event in check_workloads(definition, [workload], options, root):
             out.send(event)
         out.send(_END)
-
-
-_LIBRARIES = ("torch", "layerzero-core", "flashinfer-python", "sgl-kernel", "sglang", "triton")
 
 
 def check(
@@ -173,7 +155,8 @@ def check_definition(
     outcomes = []
     for event in run(definition, workloads, options, root):
         if isinstance(event, Started):
-            watch(f"{definition.name} {_words(event.workload)}: {event.solution}")
+            sizes = " ".join(f"{axis}={size}" for axis, size in event.workload.axes.items())
+            watch(f"{definition.name} {sizes}: {event.solution}")
         else:
             outcomes.append(event)
     return outcomes
@@ -200,7 +183,3 @@ def environment(device: torch.device) -> tuple[str, dict[str, str]]:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device), libs
     return platform.processor() or platform.machine() or device.type, libs
-
-
-def _words(workload: Workload) -> str:
-    return " ".join(f"{axis}={size}" for axis, size in workload.axes.items())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,9 +18,11 @@ from layerzero.errors import ConfigurationError
 if TYPE_CHECKING:
     import torch
 
-
 _MAX_BYTES = 16 * 1024 * 1024
 MISSING: Any = object()
+# The format's name of a dtype, and torch's.
+_DTYPES = "float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float4_e2m1 int64 int32 int16 int8 bool"
+DTYPES: Mapping[str, str] = {name: name for name in _DTYPES.split()} | {"float4_e2m1": "float4_e2m1fn_x2"}
 
 Value = TypeVar("Value")
 
@@ -47,17 +49,6 @@ def parse_json(text: str, where: str) -> Any:
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise at(where, f"is not JSON: {reason}") from None
-
-
-def json_lines(path: Path) -> Iterator[tuple[int, Any | ConfigurationError]]:
-    """Each non-empty line of a JSONL file with its number; a bad line comes out as its error, the rest is read."""
-    for number, line in enumerate(read_text(path).splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            yield number, parse_json(line, f"{path.name}, line {number}")
-        except ConfigurationError as error:
-            yield number, error
 
 
 def at(where: str, problem: str, *, value: object = None, limit: object = None) -> ConfigurationError:
@@ -115,22 +106,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(word: str) -> Any:
     raise ValueError(f"{word} is not JSON")
-
-
-# The format's name of a dtype, and torch's.
-DTYPES: Mapping[str, str] = {
-    "float32": "float32",
-    "float16": "float16",
-    "bfloat16": "bfloat16",
-    "float8_e4m3fn": "float8_e4m3fn",
-    "float8_e5m2": "float8_e5m2",
-    "float4_e2m1": "float4_e2m1fn_x2",
-    "int64": "int64",
-    "int32": "int32",
-    "int16": "int16",
-    "int8": "int8",
-    "bool": "bool",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,9 +265,7 @@ def _tensor(data: Any, where: str, axes: Mapping[str, Axis]) -> TensorSpec:
     if dtype not in DTYPES:
         raise at(f"{where}: dtype", f"{dtype!r} is unknown", value=dtype, limit=", ".join(DTYPES))
     description = take(data, "description", str, where, "")
-    if "shape" not in data:  # null is a value here: it means a Python number
-        raise ConfigurationError(f"{where}: shape is missing", code="SCHEMA_FIELD_MISSING", value=f"{where}: shape")
-    if data["shape"] is None:
+    if data.get("shape", MISSING) is None:  # a value here: it means a Python number
         return TensorSpec(None, dtype, description)
     shape = tuple(take(data, "shape", list, where))
     for axis in shape:

@@ -19,7 +19,7 @@ from layerzero.model.op import Op, OperationSpec
 from layerzero.plugin.manager import call_hook, check_plugin
 from layerzero.plugin.registrar import Registrar
 from layerzero.plugin.spec import ENTRY_POINT_GROUP
-from layerzero.plugin.vendor import hardware_reasons, vendor_presence
+from layerzero.plugin.vendor import vendor_presence
 from layerzero.registry.capabilities import Capabilities
 from layerzero_verify.testing.cases import declare
 
@@ -124,7 +124,7 @@ class Kit:
         why = f"needs {', '.join(sorted(spec.platforms))}"
         for device in self.devices:
             described = DeviceSpec.detect(device)
-            problems = hardware_reasons(spec, described)
+            problems = spec.check_device(described)
             if not problems:
                 return device, described
             if described.platform in spec.platforms or spec.platforms == {Platform.CPU}:
