@@ -132,10 +132,10 @@ def test_the_states_of_a_cache_are_those_of_the_model_itself(name):
 
 @torch.no_grad()
 def test_the_calls_of_a_model_are_recorded_tuned_and_warmed_up(tmp_path, monkeypatch):
-    from layerzero_tune.timing import steal_time
+    from layerzero_tune.timing import host_load
 
-    monkeypatch.setattr(steal_time, "ticks", lambda path="": None)  # the host of a test serves others
-    monkeypatch.setattr(steal_time, "_PAUSES", ())
+    monkeypatch.setattr(host_load, "ticks", lambda path="": None)  # the host of a test serves others
+    monkeypatch.setattr(host_load, "_PAUSES", ())
     model, traffic, database = lz.patch(made("qwen3_next")), tmp_path / "traffic.json", tmp_path / "perf.db"
     with lz.record(traffic):
         model.generate(**prompt(), max_new_tokens=3, do_sample=False, pad_token_id=0, eos_token_id=None)

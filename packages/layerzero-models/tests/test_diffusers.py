@@ -279,7 +279,7 @@ def test_a_model_split_over_devices_by_the_library_keeps_its_processors() -> Non
 def test_layerzero_is_a_backend_of_the_librarys_dispatcher_by_name() -> None:
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-    from layerzero_models.diffusers.dispatcher import backend
+    from layerzero_models.diffusers.processors import backend
 
     member = backend()
     assert backend() is member and isinstance(member, AttentionBackendName)
@@ -298,7 +298,7 @@ def test_layerzero_is_a_backend_of_the_librarys_dispatcher_by_name() -> None:
 
 
 def test_the_dispatcher_passes_masks_scale_and_lse_on() -> None:
-    from layerzero_models.diffusers.dispatcher import attend
+    from layerzero_models.diffusers.processors import attend
 
     q, k, v = (torch.randn(2, size, 3, 8) for size in (5, 7, 7))
     keep = torch.arange(7) < torch.tensor([[4], [7]])

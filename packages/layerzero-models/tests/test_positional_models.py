@@ -90,7 +90,7 @@ def test_float32_tables_are_those_of_transformers_bit_for_bit(name, seq_len):
 def test_every_scaling_of_transformers_is_known_here():
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    from layerzero_models.rope_scaling import ROPE_TYPES
+    from layerzero_models.rope_tables import ROPE_TYPES
 
     assert set(ROPE_INIT_FUNCTIONS) <= set(ROPE_TYPES)
     assert set(ROPE_INIT_FUNCTIONS) <= {entry["rope_type"] for entry in ENTRIES.values()}

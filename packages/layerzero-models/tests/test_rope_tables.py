@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import layerzero as lz
 from layerzero.errors import InvalidInputError
 from layerzero.numerics import Tolerance, assert_close, tolerance
-from layerzero_models.rope_scaling import ROPE_TYPES, RopeScaling
+from layerzero_models.rope_tables import ROPE_TYPES, RopeScaling
 
 FINE = Tolerance(1e-11, 1e-11)  # float64 with angles up to a few thousand
 DIM = 32

@@ -15,7 +15,7 @@ from layerzero.errors import ConfigurationError, InvalidInputError
 from layerzero.model.kernel import Limit
 from layerzero_models import plugin
 from layerzero_models.speculative import SpeculativeConfig, SpeculativeDecoder, decode
-from layerzero_models.speculative.stats import compare
+from layerzero_models.speculative.decoder import compare
 from layerzero_models.speculative.tree import TreeDecoder, tree_of
 from layerzero_verify.testing.statistics import UNLIKELY, chi_square, counts_of
 

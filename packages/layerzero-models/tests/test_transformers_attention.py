@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero_models.transformers import attending, masking
+from layerzero_models.transformers import attending
 from layerzero_verify.thresholds import LOGITS
 
 pytestmark = [
@@ -45,9 +45,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return real(q, k, v, mask, p, causal, *a, **kw)
 
     monkeypatch.setattr(attending, "attention", listening)
-    from layerzero_models.transformers import static_cache
-
-    monkeypatch.setattr(static_cache, "attention", listening)
     return calls
 
 
@@ -130,13 +127,11 @@ def test_a_static_cache_is_read_as_far_as_it_is_filled(seen: list[dict[str, Any]
 
 def test_a_static_cache_seen_as_pages_says_how_far_it_is_filled() -> None:
     """To the reference too, which a kernel's first answer is held against: the lengths are those of the device."""
-    from layerzero_models.transformers import static_cache
-
     draw = torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, 1, 16, generator=draw)
     key, value = (torch.randn(2, 2, 64, 16, generator=draw) for _ in range(2))
-    batch = static_cache._batch(torch.tensor(23), 2, 2, 64, 32, key.device)
-    pages = [static_cache._pages(item, 32) for item in (key, value)]
+    batch = attending._batch(torch.tensor(23), 2, 2, 64, 32, key.device)
+    pages = [attending._pages(item, 32) for item in (key, value)]
     found = lz.paged_attention(query[:, :, 0], *pages, batch, layout="HND", backend="reference")
     want = lz.attention(query, key[:, :, :23], value[:, :, :23], backend="reference")
     torch.testing.assert_close(found, want[:, :, 0])
@@ -146,29 +141,29 @@ def test_a_mask_over_a_static_cache_is_read_by_nobody_until_an_attention_asks(mo
     """A compiled forward never asks: reading whether a token is hidden would make each of its steps wait."""
     config = zoo.made("llama").config
     reads: list[Any] = []
-    real = masking._padded
-    monkeypatch.setattr(masking, "_padded", lambda found: reads.append(found) or real(found))
+    real = attending._padded
+    monkeypatch.setattr(attending, "_padded", lambda found: reads.append(found) or real(found))
     for hidden in (False, True):
         tokens = torch.ones(2, 6, dtype=torch.long)
         tokens[0, 0] = not hidden
-        mask = masking.mask(
+        mask = attending.mask(
             2, 1, 9, torch.tensor(5), 0, config=config, attention_mask=tokens, allow_is_causal_skip=False
         )
         assert mask is not None and reads == []
-        note = masking.noted(mask)
+        note = attending.noted(mask)
         assert (note is None) is hidden and len(reads) == 1
-        assert masking.noted(mask) is note and len(reads) == 1  # all layers share it
+        assert attending.noted(mask) is note and len(reads) == 1  # all layers share it
         assert note is None or int(note.used) == 6
         reads.clear()
 
 
 def test_a_mask_that_was_changed_has_lost_its_note() -> None:
     config = zoo.made("llama").config
-    mask = masking.mask(1, 4, 9, 5, 0, config=config)
-    assert mask is not None and masking.noted(mask) == masking.Note("bottom_right")
+    mask = attending.mask(1, 4, 9, 5, 0, config=config)
+    assert mask is not None and attending.noted(mask) == attending.Note("bottom_right")
     assert mask[0, 0].tolist() == [[k <= q + 5 for k in range(9)] for q in range(4)]  # true word for word
-    assert masking.noted(mask & True) is None and masking.noted(mask[..., :8]) is None
-    assert masking.noted(None) is None
+    assert attending.noted(mask & True) is None and attending.noted(mask[..., :8]) is None
+    assert attending.noted(None) is None
 
 
 def test_chunked_attention_keeps_its_mask() -> None:
@@ -179,8 +174,8 @@ def test_chunked_attention_keeps_its_mask() -> None:
     from transformers.masking_utils import chunked_causal_mask_function
 
     function = chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
-    mask = masking.mask(1, 6, 6, 0, 0, config=config, local_size=4, mask_function=function)
-    assert mask is not None and masking.noted(mask) is None
+    mask = attending.mask(1, 6, 6, 0, 0, config=config, local_size=4, mask_function=function)
+    assert mask is not None and attending.noted(mask) is None
     assert mask[0, 0, 5].tolist() == [False, False, False, False, True, True]
 
 
@@ -238,9 +233,9 @@ def test_experts_by_name_that_no_op_computes_go_transformers_default_way(
     import transformers as t
     from transformers.integrations import moe
 
-    from layerzero_models.transformers import experts
+    from layerzero_models.transformers import enabling
 
-    monkeypatch.setattr(experts, "_left", set())
+    monkeypatch.setattr(enabling, "_left", set())
     ways: list[str] = []
     for name in ("grouped_mm_experts_forward", "batched_mm_experts_forward"):
         own = getattr(moe, name)

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero_models.record import GraphReport
-from layerzero_models.transformers import buffers, captured, graphs
+from layerzero_models.patching import GraphReport
+from layerzero_models.transformers import buffers, graphs
 
 pytestmark = [pytest.mark.integration, pytest.mark.needs_package("transformers")]
 
@@ -306,8 +306,8 @@ def test_a_step_that_differs_from_the_model_is_found_out(monkeypatch: pytest.Mon
     given = zoo.inputs(model)
     want = zoo.generated(model, given)
     stepping(model)
-    own = captured.Step._mask
-    monkeypatch.setattr(captured.Step, "_mask", lambda self, kind, place, visible: own(self, kind, place - 5, visible))
+    own = graphs.Step._mask
+    monkeypatch.setattr(graphs.Step, "_mask", lambda self, kind, place, visible: own(self, kind, place - 5, visible))
     for count in (1, 2):
         assert torch.equal(zoo.generated(model, given), want)
         ((why, calls),) = report(model).plain.items()

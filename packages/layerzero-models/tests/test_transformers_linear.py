@@ -15,7 +15,7 @@ from torch import nn
 
 import layerzero as lz
 from layerzero.model.kernel import Limit
-from layerzero_models.transformers.neighbours import Linears
+from layerzero_models.transformers.parts import Linears
 from layerzero_verify.thresholds import LOGITS
 
 pytestmark = [
@@ -217,11 +217,11 @@ def test_a_kernel_for_the_rows_of_a_small_batch_is_enough(lab: Any) -> None:
 def test_worth_is_asked_once_for_a_size_and_not_where_there_is_no_cpu(
     few: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from layerzero_models.transformers import neighbours
+    from layerzero_models.transformers import parts
 
     asked = []
-    own = neighbours.which
-    monkeypatch.setattr(neighbours, "which", lambda *args: asked.append(args[0]) or own(*args))
+    own = parts.which
+    monkeypatch.setattr(parts, "which", lambda *args: asked.append(args[0]) or own(*args))
     found, weight = Linears(), torch.zeros(8, 16)
     assert found.worth(weight, None) and found.worth(torch.ones(8, 16), None) and len(asked) == 2  # one row and four
     assert found.worth(weight, torch.zeros(8)) and found.worth(weight.bfloat16(), None) and len(asked) == 6

@@ -44,7 +44,12 @@ def pack_weight(
     source = weight.source if isinstance(weight, PackedWeight) else weight
     if not isinstance(source, QuantizedTensor):
         raise invalid("TYPE_INVALID", type(weight).__name__, "a QuantizedTensor")
-    _check_words(act, on_change, rows)
+    if act not in (None, "dynamic"):
+        raise invalid("VALUE_INVALID", f"act {act!r}", "None or 'dynamic'")
+    if on_change not in ("refuse", "repack"):
+        raise invalid("VALUE_INVALID", f"on_change {on_change!r}", "'refuse' or 'repack'")
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+        raise invalid("VALUE_INVALID", f"rows {rows!r}", "a whole number from 1")
     if act is not None:
         activation_scheme(source.fmt)  # refuses formats that activations cannot have
     if len(source.shape) == 3:  # experts, whose kernels read codes as they are
@@ -60,15 +65,6 @@ def pack_weight(
     pack = _counting(kernel.packer)
     again = pack if on_change == "repack" else None
     return PackedWeight(source, kernel.weight_layout, pack(source), act, again)
-
-
-def _check_words(act: str | None, on_change: str, rows: int) -> None:
-    if act not in (None, "dynamic"):
-        raise invalid("VALUE_INVALID", f"act {act!r}", "None or 'dynamic'")
-    if on_change not in ("refuse", "repack"):
-        raise invalid("VALUE_INVALID", f"on_change {on_change!r}", "'refuse' or 'repack'")
-    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-        raise invalid("VALUE_INVALID", f"rows {rows!r}", "a whole number from 1")
 
 
 def _packing(world: World) -> dict[str, KernelSpec]:

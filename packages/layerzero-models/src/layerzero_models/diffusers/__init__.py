@@ -8,15 +8,24 @@ itself, so other models stay as they are, and `unpatch` puts back the very same 
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from layerzero.errors import InvalidInputError, invalid
-from layerzero_models.patching import patcher_of
-from layerzero_models.record import Left, Patched, PatchReport, Record, apply, report_of, restore, version_of
+from layerzero_models.diffusers import walk
+from layerzero_models.patching import (
+    Left,
+    Patched,
+    PatchReport,
+    Record,
+    apply,
+    patcher_of,
+    report_of,
+    restore,
+    version_of,
+)
 
 __all__ = ["patch", "patched", "unpatch", "version"]
 
@@ -36,10 +45,11 @@ def patch(
     feed_forward   GEGLU and SwiGLU blocks through `lz.mlp`: two products instead of one, so ask for it where it pays
     text_encoders  in a pipeline, its models of other libraries too (transformers)
     """
+    step = functools.partial(walk.apply, attention=attention, norms=norms, feed_forward=feed_forward)
     release = version()
     if isinstance(model, nn.Module):
         if patched(model) is None:
-            _patch_module(model, release, attention, norms, feed_forward)
+            apply(model, Record(), "diffusers", release, step)
         return
     done: list[tuple[Any, Any]] = []
     try:
@@ -47,7 +57,7 @@ def patch(
             if patcher.patched(part) is not None:
                 continue
             if patcher.__name__ == __name__:
-                _patch_module(part, release, attention, norms, feed_forward)
+                apply(part, Record(), "diffusers", release, step)
             elif text_encoders:
                 patcher.patch(part)
             done.append((patcher, part))
@@ -106,9 +116,3 @@ def _components(pipeline: Any) -> Iterator[tuple[str, Any, Any]]:
         except InvalidInputError:  # a model of a library without a patcher: left alone
             continue
         yield name, part, patcher
-
-
-def _patch_module(model: nn.Module, release: str, attention: bool, norms: bool, feed_forward: bool) -> None:
-    walk = importlib.import_module("layerzero_models.diffusers.walk")
-    step = functools.partial(walk.apply, attention=attention, norms=norms, feed_forward=feed_forward)
-    apply(model, Record(), "diffusers", release, step)

@@ -16,12 +16,60 @@ import torch
 from torch import Tensor
 
 from layerzero import attention, rope
-from layerzero_models.diffusers.dispatcher import attend
+
+NAME = "layerzero"
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """What the dispatcher calls: tensors are [B, S, H, D], a mask of rank 2 says which keys of each row count."""
+    if attn_mask is not None and attn_mask.ndim == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):
+        attn_mask = attn_mask[:, None, None, :]
+    found = attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale,
+        layout="BSHD", enable_gqa=enable_gqa, return_lse=return_lse,
+    )  # fmt: skip
+    return (found[0], found[1].transpose(1, 2)) if return_lse else found
+
+
+def backend() -> Any:
+    """The member of AttentionBackendName that stands for LayerZero; registered at the first call."""
+    library: Any = importlib.import_module("diffusers.models.attention_dispatch")
+    names = library.AttentionBackendName
+    member = names._value2member_map_.get(NAME)
+    if member is None:
+        member = str.__new__(names, NAME)
+        member._name_, member._value_ = NAME.upper(), NAME
+        library._AttentionBackendRegistry.register(member)(attend)
+        names._member_map_[member._name_] = member
+        names._value2member_map_[NAME] = member  # last: what is found here is complete
+    return member
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:
     """[B, S, H·D] as [B, S, H, D]."""
     return x.unflatten(-1, (-1, head_dim))  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _projected(attn: Any, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Query of one stream, key and value of another, [B, S, H, D] each."""
+    query, key, value = attn.to_q(x), attn.to_k(source), attn.to_v(source)
+    head_dim = query.shape[-1] // attn.heads
+    query, key = _normed(_heads(query, head_dim), attn.norm_q), _normed(_heads(key, head_dim), attn.norm_k)
+    return query, key, _heads(value, head_dim)
+
+
+def _normed(x: Tensor, norm: Any) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 class PlainProcessor:
@@ -53,11 +101,7 @@ class PlainProcessor:
         source = x if encoder_hidden_states is None else encoder_hidden_states
         if encoder_hidden_states is not None and attn.norm_cross:
             source = attn.norm_encoder_hidden_states(source)
-        query, key, value = attn.to_q(x), attn.to_k(source), attn.to_v(source)
-        head_dim = query.shape[-1] // attn.heads
-        query = _normed(_heads(query, head_dim), attn.norm_q)
-        key = _normed(_heads(key, head_dim), attn.norm_k)
-        value = _heads(value, head_dim)
+        query, key, value = _projected(attn, x, source)
         if attention_mask is not None:
             # The library's masks come as [B, 1, S] or wider and leave this call once for each head.
             mask = attn.prepare_attention_mask(attention_mask, source.shape[1], source.shape[0])
@@ -88,11 +132,8 @@ class JointProcessor:
         **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Image tokens first, then text; the mask is ignored, as it is by the library."""
-        query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-        head_dim = key.shape[-1] // attn.heads
-        query = _normed(_heads(query, head_dim), attn.norm_q)
-        key = _normed(_heads(key, head_dim), attn.norm_k)
-        value = _heads(value, head_dim)
+        query, key, value = _projected(attn, hidden_states, hidden_states)
+        head_dim = query.shape[-1]
         text = encoder_hidden_states
         if text is not None:
             added_query = _normed(_heads(attn.add_q_proj(text), head_dim), attn.norm_added_q)
@@ -147,10 +188,6 @@ class FluxProcessor:
         text_out, image_out = out.split((text.shape[1], out.shape[1] - text.shape[1]), 1)
         image_out = attn.to_out[1](attn.to_out[0](image_out))
         return image_out, attn.to_add_out(text_out)
-
-
-def _normed(x: Tensor, norm: Any) -> Tensor:
-    return x if norm is None else norm(x)
 
 
 # (cos the library made, its version, one angle a pair of cos, of sin): every layer of a step passes the same tables.

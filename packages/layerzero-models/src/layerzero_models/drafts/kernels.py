@@ -30,11 +30,7 @@ def sample_speculative(
     greedily: bool,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor]:
-    """Judge a chain of L candidates: tokens [B, L+1], filled up with -1, and how many candidates were kept [B].
-
-    draft_ids [B, L]; draft_probs [B, L, V], None for candidates that were not drawn but picked; target_probs
-    [B, L+1, V], place i after i candidates. What is no candidate (-1 by custom) ends a row's chain.
-    """
+    """Judge a chain of L candidates: tokens [B, L+1], filled up with -1, and how many candidates were kept [B]."""
     if greedily:
         return _greedy_chain(draft_ids, target_probs)
     return judge_chain(draft_ids, draft_probs, target_probs, _uniforms(draft_ids, wide_of(target_probs), generator))
@@ -50,9 +46,7 @@ def sample_tree(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Judge a tree of N candidates: tokens [B, N+1], their number [B], and the nodes of the kept path [B, N].
 
-    parents [N] or [B, N] holds each node's parent, a lower index, or -1 below the root. target_probs [B, N+1, V]: place
-    0 at the root, place i+1 after node i. draft_probs[:, i] is what node i was drawn from, given the siblings before
-    it; siblings are judged in the order of their indices.
+    Siblings are judged in the order of their indices.
     """
     uniform = None if greedily else _uniforms(draft_ids, wide_of(target_probs), generator)
     return judge_tree(draft_ids, draft_probs, target_probs, parents, uniform)

@@ -20,8 +20,8 @@ from layerzero.errors import NoKernelFoundError, invalid
 from layerzero.model.checks import expect_tensor
 from layerzero.model.kv_cache import PagedBatch, pages_in_use
 from layerzero.reasons import Reason, reason
-from layerzero_models.kv_cache.storage import Chunked, Paged
-from layerzero_models.kv_cache.tokens import pack, unpack, whole_numbers
+from layerzero_models.kv_cache.codec import pack, unpack, whole_numbers
+from layerzero_models.kv_cache.storage import Chunked, Paged, indexable
 
 if TYPE_CHECKING:
     from layerzero_models.kv_cache.cache import KVCache
@@ -47,10 +47,6 @@ class _Query:
     lens: tuple[int, ...]
     padded: int | None
 
-    @property
-    def uniform(self) -> bool:
-        return min(self.lens) == max(self.lens)
-
     def shaped(self, out: Tensor) -> Tensor:
         """A result [tokens, heads, ...] in the form of the query: [B, heads, S, ...] where that was padded."""
         return out if self.padded is None else unpack(out, self.lens, self.padded).transpose(1, 2)
@@ -58,8 +54,8 @@ class _Query:
 
 def attend(cache: KVCache, query: Tensor, layer: int, lens: Sequence[int] | None, options: dict[str, Any]) -> Any:
     """Run the calls, merge their results, and give them the form of the query."""
-    given = _query(cache, query, layer, lens)
-    calls = _calls(cache, given, layer, options)
+    given = read_query(cache, query, layer, lens)
+    calls = calls_of(cache, given, layer, options)
     functions: dict[str, Any] = {"attention": attention, "paged_attention": paged_attention}
     results = [_packed_result(functions[call.op](*call.args, **call.kwargs), call, given) for call in calls]
     merged, lse = results[0] if len(results) == 1 else _merged(results, given.packed.dtype)
@@ -71,14 +67,8 @@ def attend(cache: KVCache, query: Tensor, layer: int, lens: Sequence[int] | None
     return given.shaped(merged), given.shaped(lse)
 
 
-def attention_calls(
-    cache: KVCache, query: Tensor, layer: int, lens: Sequence[int] | None, options: dict[str, Any]
-) -> list[CacheCall]:
-    """The calls `attend` would make."""
-    return _calls(cache, _query(cache, query, layer, lens), layer, options)
-
-
-def _query(cache: KVCache, query: Tensor, layer: int, lens: Sequence[int] | None) -> _Query:
+def read_query(cache: KVCache, query: Tensor, layer: int, lens: Sequence[int] | None) -> _Query:
+    """The queries, padded or packed, once they are known to fit the cache."""
     tensor = expect_tensor(query, "query")
     if tensor.ndim == 4:
         width = tensor.shape[2]
@@ -102,7 +92,8 @@ def _query(cache: KVCache, query: Tensor, layer: int, lens: Sequence[int] | None
     return made
 
 
-def _calls(cache: KVCache, query: _Query, layer: int, options: dict[str, Any]) -> list[CacheCall]:
+def calls_of(cache: KVCache, query: _Query, layer: int, options: dict[str, Any]) -> list[CacheCall]:
+    """The calls `attend` makes."""
     unknown = [name for name in options if name not in _OPTIONS]
     if unknown:
         raise invalid("VALUE_INVALID", f"option {unknown[0]!r}", ", ".join(_OPTIONS))
@@ -116,7 +107,7 @@ def _calls(cache: KVCache, query: _Query, layer: int, options: dict[str, Any]) -
     relative = words.get("window") is not None or words.get("alibi_slopes") is not None
     if isinstance(cache.storage, Chunked) and not relative and set(query.lens) == {1} and cache.storage.chunks > 1:
         return _over_chunks(cache, query, layer, words)
-    if query.uniform and query.lens[0] > 0 and min(lengths) == max(lengths):
+    if len(set(query.lens)) == 1 and query.lens[0] > 0 and len(set(lengths)) == 1:
         return [_over_dense(cache, query, layer, words)]
     return [_over_rows(cache, query, layer, words)]
 
@@ -127,7 +118,7 @@ def _over_pages(cache: KVCache, query: _Query, layer: int, words: dict[str, Any]
     planes = tuple(plane[0] for plane in cache.storage.buffers[layer])
     if _scaled(cache):
         chosen, batch = pages_in_use(batch, cache.storage.table.page_size)
-        planes = tuple(_selected(plane, chosen) for plane in planes)
+        planes = tuple(indexable(plane).index_select(0, chosen).view(plane.dtype) for plane in planes)
     keys, values, notes = _decoded(cache, planes)
     kwargs = {"layout": cache.layout, **words}
     return CacheCall("paged_attention", (query.packed, keys, values, batch), kwargs, notes)
@@ -184,20 +175,13 @@ def _rows(cache: KVCache, layer: int, length: int) -> tuple[Tensor, ...]:
         if len(plane) == 1:
             out.append(plane[0].narrow(axis, 0, length))
             continue
-        raw = [part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in plane]
-        joined = torch.cat(raw, dim=axis).narrow(axis, 0, length)
-        out.append(joined.view(plane[0].dtype) if plane[0].dtype.itemsize == 1 else joined)
+        joined = torch.cat([indexable(part) for part in plane], dim=axis).narrow(axis, 0, length)
+        out.append(joined.view(plane[0].dtype))
     return tuple(out)
 
 
 def _scaled(cache: KVCache) -> bool:
     return len(cache.key_codec.planes) > 1
-
-
-def _selected(buffer: Tensor, pages: Tensor) -> Tensor:
-    raw = buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
-    found = raw.index_select(0, pages)
-    return found.view(buffer.dtype) if buffer.dtype.itemsize == 1 else found
 
 
 def _decoded(cache: KVCache, planes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, tuple[Reason, ...]]:

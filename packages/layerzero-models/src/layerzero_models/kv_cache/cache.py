@@ -10,12 +10,10 @@ from torch import Tensor
 
 from layerzero.errors import invalid
 from layerzero.model.kv_cache import PagedBatch, make_paged_batch
-from layerzero_models.kv_cache.attend import CacheCall, attend, attention_calls
-from layerzero_models.kv_cache.codec import make_codec
-from layerzero_models.kv_cache.storage import Chunked, Contiguous, Frame, Paged, Spot, Storage
-from layerzero_models.kv_cache.tokens import packed_tokens, whole_numbers
+from layerzero_models.kv_cache.attend import CacheCall, attend, calls_of, read_query
+from layerzero_models.kv_cache.codec import make_codec, packed_tokens, whole_numbers
+from layerzero_models.kv_cache.storage import STRATEGIES, Paged, Spot
 
-_STRATEGIES = ("paged", "contiguous", "chunked")
 _PLANS = 64  # batches kept; a step needs one, or one for each chunk
 
 
@@ -74,7 +72,7 @@ class KVCache:
         quant = options["quant"]
         self.key_codec = make_codec(options["head_dim"], self.dtype, quant, options["k_scale"])
         self.value_codec = make_codec(options["head_dim_v"], self.dtype, quant, options["v_scale"])
-        self.storage = _storage(options, (*self.key_codec.planes, *self.value_codec.planes))
+        self.storage = STRATEGIES[self.strategy](options, (*self.key_codec.planes, *self.value_codec.planes))
         self._split = len(self.key_codec.planes)
         self._lengths = [[0] * self.batch for _ in range(self.layers)]
         self._batches: dict[Any, PagedBatch] = {}
@@ -192,7 +190,7 @@ class KVCache:
         self, query: Tensor, *, layer: int = 0, lens: Sequence[int] | None = None, **options: Any
     ) -> list[CacheCall]:
         """The calls that `attend` makes: `lz.explain(call.op, *call.args, **call.kwargs)` says which kernels run."""
-        return attention_calls(self, query, self._layer(layer), lens, options)
+        return calls_of(self, read_query(self, query, self._layer(layer), lens), layer, options)
 
     def pages(self, layer: int = 0) -> tuple[Tensor, Tensor]:
         """The page pools of keys and values as `lz.paged_attention` takes them. For a paged cache without scales."""
@@ -242,9 +240,8 @@ class KVCache:
 
 
 def _check(options: dict[str, Any]) -> None:
-    if options["strategy"] not in _STRATEGIES:
-        limit = ", ".join(_STRATEGIES)
-        raise invalid("VALUE_INVALID", f"strategy {options['strategy']!r}", limit)
+    if options["strategy"] not in STRATEGIES:
+        raise invalid("VALUE_INVALID", f"strategy {options['strategy']!r}", ", ".join(STRATEGIES))
     if options["layout"] not in ("NHD", "HND"):
         raise invalid("LAYOUT_UNKNOWN", str(options["layout"]), "NHD, HND")
     sizes = ["batch", "num_kv_heads", "head_dim", "head_dim_v", "layers", "page_size", "chunk_size"]
@@ -258,16 +255,3 @@ def _check(options: dict[str, Any]) -> None:
     if options["max_len"] is None and options["strategy"] != "chunked":
         limit = f"a number: a {options['strategy']} cache is made for a longest sequence"
         raise invalid("VALUE_INVALID", "max_len None", limit)
-
-
-def _storage(options: dict[str, Any], planes: tuple[Any, ...]) -> Storage:
-    frame = Frame(
-        options["batch"], options["num_kv_heads"], options["layout"], options["layers"], planes, options["device"]
-    )
-    max_len: int = options["max_len"]
-    if options["strategy"] == "contiguous":
-        return Contiguous(frame, max_len)
-    if options["strategy"] == "chunked":
-        return Chunked(frame, options["max_len"], options["chunk_size"])
-    size: int = options["page_size"]
-    return Paged(frame, max_len, size, options["num_pages"] or options["batch"] * -(-max_len // size))

@@ -7,26 +7,114 @@ is [blocks, slots, heads, width] (NHD) or [blocks, heads, slots, width] (HND).
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from layerzero.errors import InvalidInputError, invalid
+from layerzero.errors import invalid
 from layerzero_models.kv_cache.codec import Plane
-from layerzero_models.kv_cache.pages import PageTable
 
 
-class Frame(NamedTuple):
-    """What every strategy is told."""
+class PageTable:
+    """Pages of `batch` sequences out of a pool. `table` [batch, max pages] holds their numbers, unused places 0.
 
-    batch: int
-    heads: int
-    layout: str
-    layers: int
-    planes: tuple[Plane, ...]
-    device: torch.device
+    A page may belong to several sequences after `fork`; before one of them writes to it, it gets a copy of its own.
+    `version` counts changes, so that whoever keeps a copy on a device knows when it is old.
+    """
+
+    def __init__(self, batch: int, page_size: int, num_pages: int, max_pages: int) -> None:
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.table: Tensor = torch.zeros((batch, max_pages), dtype=torch.int32)
+        self.version = 0
+        self._owned: list[list[int]] = [[] for _ in range(batch)]
+        self._holders = [0] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def free_pages(self) -> int:
+        return len(self._free)
+
+    def pages(self, seq: int) -> tuple[int, ...]:
+        return tuple(self._owned[seq])
+
+    def page(self, seq: int, number: int) -> int:
+        return self._owned[seq][number]
+
+    def grow(self, starts: Sequence[int], ends: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Make room for tokens `starts[s]` to `ends[s]` of each sequence, all or nothing. Raises KV_CACHE_FULL.
+
+        The result names the pages to copy before anything is written, as (from, to).
+        """
+        shared = self._shared_pages(starts, ends)
+        new = [max(0, self._count(end) - len(self._owned[seq])) for seq, end in enumerate(ends)]
+        wanted = sum(new) + len(shared)
+        if wanted > len(self._free):
+            raise invalid("KV_CACHE_FULL", f"{wanted} new pages", f"{len(self._free)} of {self.num_pages} pages")
+        copies = tuple(self._replace(seq, place) for seq, place in shared)
+        for seq, count in enumerate(new):
+            for _ in range(count):
+                self._give(seq)
+        self.version += bool(wanted)
+        return copies
+
+    def shrink(self, seq: int, length: int) -> None:
+        """Give back the pages of a sequence beyond its first `length` tokens."""
+        owned = self._owned[seq]
+        while len(owned) > self._count(length):
+            self._drop(owned.pop())
+            self.table[seq, len(owned)] = 0
+            self.version += 1
+
+    def fork(self, source: int, target: int) -> None:
+        """Let a sequence without pages share all pages of another."""
+        for page in self._owned[source]:
+            self._holders[page] += 1
+        self._owned[target] = list(self._owned[source])
+        self.table[target] = self.table[source]
+        self.version += 1
+
+    def _count(self, length: int) -> int:
+        return -(-length // self.page_size)
+
+    def _shared_pages(self, starts: Sequence[int], ends: Sequence[int]) -> list[tuple[int, int]]:
+        """(sequence, place) of pages that would be written to while another sequence holds them too.
+
+        Only the page an append begins in can be one: later ones are new. The last holder to write needs no copy.
+        """
+        found: list[tuple[int, int]] = []
+        left: dict[int, int] = {}
+        for seq, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            place = start // self.page_size
+            if start == end or place >= len(self._owned[seq]):
+                continue
+            page = self._owned[seq][place]
+            holders = left.setdefault(page, self._holders[page])
+            if holders > 1:
+                found.append((seq, place))
+                left[page] = holders - 1
+        return found
+
+    def _give(self, seq: int) -> None:
+        page = self._free.pop()
+        self._holders[page] = 1
+        self.table[seq, len(self._owned[seq])] = page
+        self._owned[seq].append(page)
+
+    def _replace(self, seq: int, place: int) -> tuple[int, int]:
+        old, page = self._owned[seq][place], self._free.pop()
+        self._holders[page] = 1
+        self._holders[old] -= 1
+        self._owned[seq][place] = page
+        self.table[seq, place] = page
+        return old, page
+
+    def _drop(self, page: int) -> None:
+        self._holders[page] -= 1
+        if self._holders[page] == 0:
+            self._free.append(page)
 
 
 class Spot(NamedTuple):
@@ -38,17 +126,19 @@ class Spot(NamedTuple):
 
 
 class Storage(abc.ABC):
-    """Buffers of every layer and plane. `buffers[layer][plane]` lists them: one, or one for each chunk."""
+    """Buffers of every layer and plane. `buffers[layer][plane]` lists them: one, or one for each chunk.
 
-    name = ""
+    A strategy is made with the options of `lz.kv_cache`, and the planes of a key and a value.
+    """
 
-    def __init__(self, frame: Frame) -> None:
-        self.batch = frame.batch
-        self.heads = frame.heads
-        self.layout = frame.layout
-        self.planes = frame.planes
-        self.device = frame.device
-        self.buffers: list[list[list[Tensor]]] = [[[] for _ in frame.planes] for _ in range(frame.layers)]
+    def __init__(self, options: Mapping[str, Any], planes: tuple[Plane, ...]) -> None:
+        self.batch: int = options["batch"]
+        self.heads: int = options["num_kv_heads"]
+        self.layout: str = options["layout"]
+        self.device: torch.device = options["device"]
+        self.max_len: int | None = options["max_len"]
+        self.planes = planes
+        self.buffers: list[list[list[Tensor]]] = [[[] for _ in planes] for _ in range(options["layers"])]
 
     def add_buffers(self, blocks: int, slots: int) -> None:
         """One more buffer for every layer and plane; zeros, so that nothing unwritten is ever a NaN."""
@@ -59,9 +149,8 @@ class Storage(abc.ABC):
                 found.append(torch.zeros(shape, dtype=plane.dtype, device=self.device))
 
     def tokens_first(self, buffer: Tensor) -> Tensor:
-        """A buffer as [blocks, slots, heads, width], bytes for the dtypes that torch cannot index."""
-        view = buffer if self.layout == "NHD" else buffer.transpose(1, 2)
-        return view.view(torch.uint8) if view.dtype.itemsize == 1 else view
+        """A buffer as [blocks, slots, heads, width], in a form that torch can index."""
+        return indexable(buffer if self.layout == "NHD" else buffer.transpose(1, 2))
 
     @property
     def version(self) -> int:
@@ -73,9 +162,10 @@ class Storage(abc.ABC):
         return sum(b.numel() * b.element_size() for layer in self.buffers for plane in layer for b in plane)
 
     # -- what strategies differ in ---------------------------------------------------------------
-    @abc.abstractmethod
     def reserve(self, starts: Sequence[int], ends: Sequence[int]) -> None:
         """Make room for tokens starts[s] to ends[s] of each sequence, all or nothing. Raises KV_CACHE_FULL."""
+        if self.max_len is not None and max(ends) > self.max_len:
+            raise invalid("KV_CACHE_FULL", f"{max(ends)} tokens", f"{self.max_len} places of a sequence")
 
     def release(self, seq: int, length: int) -> None:  # noqa: B027 - a strategy need not give room back
         """Nothing beyond the first `length` tokens of a sequence is needed any more."""
@@ -120,7 +210,7 @@ class Storage(abc.ABC):
         """Write packed tokens [T, heads, width], one tensor for each plane, to where `locate` said."""
         for spot in spots:
             for found, tokens in zip(self.buffers[layer], planes, strict=True):
-                rows = tokens.view(torch.uint8) if tokens.dtype.itemsize == 1 else tokens
+                rows = indexable(tokens)
                 chosen = rows if spot.rows is None else rows.index_select(0, spot.rows)
                 self.tokens_first(found[spot.buffer]).index_put_(spot.places, chosen)
 
@@ -131,45 +221,35 @@ class Storage(abc.ABC):
             parts = self.pieces(found, seq, length)
             if not parts:
                 parts = [torch.empty((0, self.heads, plane.width), dtype=plane.dtype, device=self.device)]
-            merged = torch.cat(parts)
-            out.append(merged.view(plane.dtype) if plane.dtype.itemsize == 1 else merged)
+            out.append(torch.cat(parts).view(plane.dtype))
         return tuple(out)
 
 
-def _too_long(ends: Sequence[int], limit: int) -> InvalidInputError:
-    return invalid("KV_CACHE_FULL", f"{max(ends)} tokens", f"{limit} places of a sequence")
+def indexable(tensor: Tensor) -> Tensor:
+    """The bytes of a dtype that torch cannot index; `view` of the dtype brings them back."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 class Contiguous(Storage):
-    """One buffer of full length: a block for each sequence."""
+    """One buffer of full length: a block for each sequence. Room is there from the start, or never."""
 
-    name = "contiguous"
-
-    def __init__(self, frame: Frame, max_len: int) -> None:
-        super().__init__(frame)
-        self.max_len = max_len
-        self.add_buffers(self.batch, max_len)
-
-    def reserve(self, starts: Sequence[int], ends: Sequence[int]) -> None:
-        """Room is there from the start, or never."""
-        if max(ends, default=0) > self.max_len:
-            raise _too_long(ends, self.max_len)
+    def __init__(self, options: Mapping[str, Any], planes: tuple[Plane, ...]) -> None:
+        super().__init__(options, planes)
+        self.add_buffers(self.batch, options["max_len"])
 
     def place(self, seq: int, position: int) -> tuple[int, int, int]:
-        """The sequence is the block, the position the slot."""
         return 0, seq, position
 
 
 class Paged(Storage):
     """A pool of pages that sequences take as they grow and share after a fork."""
 
-    name = "paged"
-
-    def __init__(self, frame: Frame, max_len: int, page_size: int, num_pages: int) -> None:
-        super().__init__(frame)
-        self.max_len = max_len
-        self.table = PageTable(self.batch, page_size, num_pages, -(-max_len // page_size))
-        self.add_buffers(num_pages, page_size)
+    def __init__(self, options: Mapping[str, Any], planes: tuple[Plane, ...]) -> None:
+        super().__init__(options, planes)
+        size: int = options["page_size"]
+        each = -(-options["max_len"] // size)
+        self.table = PageTable(self.batch, size, options["num_pages"] or self.batch * each, each)
+        self.add_buffers(self.table.num_pages, size)
 
     @property
     def version(self) -> int:
@@ -177,14 +257,13 @@ class Paged(Storage):
 
     def reserve(self, starts: Sequence[int], ends: Sequence[int]) -> None:
         """Take pages; shared ones that will be written to are copied first."""
-        if max(ends, default=0) > self.max_len:
-            raise _too_long(ends, self.max_len)
+        super().reserve(starts, ends)
         copies = self.table.grow(starts, ends)
         if copies:
             source, target = (torch.tensor(side, device=self.device) for side in zip(*copies, strict=True))
             for layer in self.buffers:
                 for (buffer,) in layer:
-                    raw = buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
+                    raw = indexable(buffer)
                     raw.index_copy_(0, target, raw.index_select(0, source))
 
     def release(self, seq: int, length: int) -> None:
@@ -208,12 +287,9 @@ class Paged(Storage):
 class Chunked(Storage):
     """Buffers of `chunk_size` tokens for every sequence, added when one of them grows past the last."""
 
-    name = "chunked"
-
-    def __init__(self, frame: Frame, max_len: int | None, chunk_size: int) -> None:
-        super().__init__(frame)
-        self.chunk_size = chunk_size
-        self.max_len = max_len
+    def __init__(self, options: Mapping[str, Any], planes: tuple[Plane, ...]) -> None:
+        super().__init__(options, planes)
+        self.chunk_size: int = options["chunk_size"]
         self._lengths = [0] * self.batch
 
     @property
@@ -222,9 +298,8 @@ class Chunked(Storage):
 
     def reserve(self, starts: Sequence[int], ends: Sequence[int]) -> None:
         """Add the chunks that are missing."""
-        if self.max_len is not None and max(ends, default=0) > self.max_len:
-            raise _too_long(ends, self.max_len)
-        while self.chunks * self.chunk_size < max(ends, default=0):
+        super().reserve(starts, ends)
+        while self.chunks * self.chunk_size < max(ends):
             self.add_buffers(self.batch, self.chunk_size)
         self._lengths = [max(old, new) for old, new in zip(self._lengths, ends, strict=True)]
 
@@ -241,10 +316,11 @@ class Chunked(Storage):
         self._lengths[target] = length
 
     def used(self, number: int, length: int) -> int:
-        """A full chunk, the rest, or nothing."""
         return min(max(length - number * self.chunk_size, 0), self.chunk_size)
 
     def place(self, seq: int, position: int) -> tuple[int, int, int]:
-        """The sequence is the block; chunk and slot follow from the position."""
         chunk, slot = divmod(position, self.chunk_size)
         return chunk, seq, slot
+
+
+STRATEGIES: dict[str, type[Storage]] = {"paged": Paged, "contiguous": Contiguous, "chunked": Chunked}

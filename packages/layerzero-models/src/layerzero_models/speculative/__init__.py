@@ -5,9 +5,11 @@ from layerzero_models.speculative.decoder import (
     Generation,
     SpeculativeConfig,
     SpeculativeDecoder,
+    SpeculativeReport,
+    SpeculativeStats,
+    compare,
     decode,
 )
-from layerzero_models.speculative.stats import SpeculativeReport, SpeculativeStats, compare
 from layerzero_models.speculative.tree import TreeDecoder, TreeModel, tree_of
 
 __all__ = [

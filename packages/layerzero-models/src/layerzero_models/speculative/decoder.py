@@ -16,6 +16,7 @@ and leaves the target free. `decoder.explain("draft", "attention", q, k, v)` say
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -33,8 +34,6 @@ from layerzero.runtime.current import scope
 from layerzero.runtime.policies import Scope
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from layerzero.telemetry.report import SelectionReport
 
 
@@ -105,7 +104,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -113,45 +112,12 @@ class Clock:
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - begin
+            self.seconds[name] += self._now() - begin
 
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
-
-    def seconds(self, name: str) -> float:
-        return self._seconds.get(name, 0.0)
-
-    def stats(self, rounds: int, drafted: int, accepted: int, emitted: int) -> SpeculativeStats:
-        seconds = {f"{name}_s": self.seconds(name) for name in ("prefill", "draft", "target", "verify")}
-        return SpeculativeStats(rounds, drafted, accepted, emitted, **seconds)
-
-
-def compare(
-    decoder: SpeculativeDecoder,
-    prompt: Tensor,
-    max_new_tokens: int,
-    *,
-    generator: Callable[[], torch.Generator] | None = None,
-) -> SpeculativeReport:
-    """Run the target alone and with the draft, once to warm up and once timed, each with a fresh `generator()`."""
-
-    fresh = generator if generator is not None else lambda: None
-    clock = Clock(prompt.device)
-
-    def alone() -> Tensor:
-        with decoder.scope("target"):
-            return decode(decoder.target, prompt, max_new_tokens, decoder.config, generator=fresh())
-
-    alone()
-    with clock.phase("plain"):
-        plain = alone()
-    decoder.generate(prompt, max_new_tokens, generator=fresh())
-    with clock.phase("speculative"):
-        made = decoder.generate(prompt, max_new_tokens, generator=fresh())
-    steps = int((plain >= 0).sum(dim=1).max())
-    return SpeculativeReport(made.stats, clock.seconds("plain"), steps, clock.seconds("speculative"))
 
 
 ROLES = ("draft", "target", "verify")
@@ -299,7 +265,8 @@ class SpeculativeDecoder:
             known = known + advance
             active = (known < limit) & ~_ended(ids, start, known, self.config.eos_id)
         tokens = _finished(ids[:, start:limit], self.config.eos_id)
-        return Generation(tokens, clock.stats(rounds, drafted, accepted, emitted))
+        seconds = (clock.seconds[phase] for phase in ("prefill", *ROLES))
+        return Generation(tokens, SpeculativeStats(rounds, drafted, accepted, emitted, *seconds))
 
     def _round(
         self, ids: Tensor, known: Tensor, recent: int, clock: Clock, generator: torch.Generator | None
@@ -397,3 +364,28 @@ def _check_drawn(tokens: Tensor, kept: Tensor, active: Tensor) -> None:
         message = f"row {row}: the target's logits have no distribution"
         expected = "logits with at least one finite value and no NaN"
         raise invalid("VALUE_INVALID", "a NaN, or nothing but -inf", expected, message)
+
+
+def compare(
+    decoder: SpeculativeDecoder,
+    prompt: Tensor,
+    max_new_tokens: int,
+    *,
+    generator: Callable[[], torch.Generator] | None = None,
+) -> SpeculativeReport:
+    """Run the target alone and with the draft, once to warm up and once timed, each with a fresh `generator()`."""
+    fresh = generator if generator is not None else lambda: None
+    clock = Clock(prompt.device)
+
+    def alone() -> Tensor:
+        with decoder.scope("target"):
+            return decode(decoder.target, prompt, max_new_tokens, decoder.config, generator=fresh())
+
+    alone()
+    with clock.phase("plain"):
+        plain = alone()
+    decoder.generate(prompt, max_new_tokens, generator=fresh())
+    with clock.phase("speculative"):
+        made = decoder.generate(prompt, max_new_tokens, generator=fresh())
+    steps = int((plain >= 0).sum(dim=1).max())
+    return SpeculativeReport(made.stats, clock.seconds["plain"], steps, clock.seconds["speculative"])

@@ -18,8 +18,7 @@ from torch import Tensor
 import layerzero as lz
 from layerzero import sample
 from layerzero.errors import InvalidInputError
-from layerzero_models.speculative.decoder import CachedModel, SpeculativeConfig, SpeculativeDecoder, last_tokens
-from layerzero_models.speculative.stats import Clock
+from layerzero_models.speculative.decoder import CachedModel, Clock, SpeculativeConfig, SpeculativeDecoder, last_tokens
 
 
 class TreeModel(CachedModel, Protocol):

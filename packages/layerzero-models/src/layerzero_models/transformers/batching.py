@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from torch.nn.functional import pad
 import layerzero as lz
 from layerzero.errors import BackendNotAvailableError, CudaGraphUnsafeError, LayerZeroError, NoKernelFoundError
 from layerzero.model.kv_cache import PagedBatch
-from layerzero_models.transformers.attending import attend
-from layerzero_models.transformers.static_cache import KERNEL, present
+from layerzero_models.transformers.attending import KERNEL, attend, present
 
 # whether one or two tensors come back is only known to the callers here
 attention: Any = lz.attention
@@ -112,9 +111,8 @@ def attend_batch(
         sliding_window = getattr(module, "sliding_window", None)
     packed = query[0].transpose(0, 1)
     offsets = rest["cu_seq_lens_k"]
-    longest_q, longest = (
-        rest[f"max_length_{side}" if f"max_length_{side}" in rest else f"max_seqlen_{side}"] for side in "qk"
-    )  # 5.17 has the latter
+    word = "max_length" if "max_length_q" in rest else "max_seqlen"  # 5.17 has the latter
+    longest_q, longest = rest[f"{word}_q"], rest[f"{word}_k"]
     if isinstance(offsets, dict):
         kind = "full_attention" if sliding_window is None else "sliding_attention"
         offsets, longest = offsets[kind], longest[kind]
@@ -164,14 +162,6 @@ def _gathered(layer: int, key: Tensor, value: Tensor, cache: Any, given: dict[st
     return keys, values
 
 
-class _Plan(NamedTuple):
-    """What all layers of one forward pass share: where the new tokens go, and the batch."""
-
-    layer: int
-    slots: Tensor
-    batch: PagedBatch
-
-
 def _decode(
     layer: int, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, cache: Any, tables: Tensor,
     scale: float | None, softcap: float | None, sinks: Tensor | None,
@@ -186,13 +176,14 @@ def _decode(
         trash = cache.write_trash_index
         shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
         keys, values = cache.key_cache[place].view(shape), cache.value_cache[place].view(shape)
-    plans: dict[int, _Plan] = vars(tables).setdefault(_PLAN, {})
+    # What all layers of one forward pass share: the latest of them, where the new tokens go, and the batch.
+    plans: dict[int, tuple[int, Tensor, PagedBatch]] = vars(tables).setdefault(_PLAN, {})
     plan = plans.get(group)
-    if plan is None or plan.layer >= layer:  # another forward pass: a graph has to hold what makes its plan
+    if plan is None or plan[0] >= layer:  # another forward pass: a graph has to hold what makes its plan
         slots, batch = _planned(tables[group], offsets, keys.shape[1], trash)
     else:
-        slots, batch = plan.slots, plan.batch
-    plans[group] = _Plan(layer, slots, batch)
+        _, slots, batch = plan
+    plans[group] = (layer, slots, batch)
     for pages, new in ((keys, key), (values, value)):
         pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, new[0].transpose(0, 1))
     if keys.shape[1] > PAGE and keys.shape[1] % PAGE == 0:  # the tables of the plan count pages of this size

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from layerzero_models.record import Changes, version_of
+import torch
+from torch import Tensor
+
+from layerzero import moe
+from layerzero_models.patching import Changes, version_of
+from layerzero_models.transformers import batching
+from layerzero_models.transformers.attending import attend, mask
+from layerzero_models.transformers.probes import activation_of
 
 NAME = "layerzero"
 _OWN = "_layerzero_loads"  # marks our from_pretrained, which holds transformers' own
@@ -25,27 +35,16 @@ def enable_transformers(*, auto_patch: bool | None = None) -> str:
     found = version_of("transformers", (5, 0))
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from layerzero_models.transformers import batching
-    from layerzero_models.transformers.attending import attend
-    from layerzero_models.transformers.masking import mask
-
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
     batching.install(NAME, _configs)
-    _register_experts()
+    with contextlib.suppress(ImportError):  # an early 5.x has no such choice
+        from transformers.integrations.moe import ExpertsInterface
+
+        ExpertsInterface.register(NAME, experts)
     if auto_patch is not None:
         _auto_patch(auto_patch)
     return found
-
-
-def _register_experts() -> None:
-    try:
-        from transformers.integrations.moe import ExpertsInterface
-    except ImportError:  # an early 5.x
-        return
-    from layerzero_models.transformers.experts import experts
-
-    ExpertsInterface.register(NAME, experts)
 
 
 def _auto_patch(on: bool) -> None:
@@ -74,22 +73,10 @@ def _auto_patch(on: bool) -> None:
     models.from_pretrained = classmethod(from_pretrained)
 
 
-# -- a model's own choice, through transformers' setters -------------------------------------------------
-def choose_attention(model: Any, changes: Changes) -> None:
-    """`attn_implementation="layerzero"` for a model and the models in it."""
-    _choose(model, changes, "_attn_implementation_internal", "set_attn_implementation", "_can_set_attn_implementation")
-
-
-def choose_experts(model: Any, changes: Changes) -> None:
-    """`experts_implementation="layerzero"` for a model and the models in it."""
-    _choose(
-        model, changes, "_experts_implementation_internal", "set_experts_implementation",
-        "_can_set_experts_implementation",
-    )  # fmt: skip
-
-
-def _choose(model: Any, changes: Changes, attribute: str, setter: str, possible: str) -> None:
-    """Set an implementation through transformers, and remember what every config of the model said before."""
+def choose(model: Any, what: str, changes: Changes) -> None:
+    """Set our implementation of "attn" or "experts" through transformers' setters, for a model and the models in it."""
+    attribute, setter = f"_{what}_implementation_internal", f"set_{what}_implementation"
+    possible = f"_can_set_{what}_implementation"
     configs = {id(config): config for config in _configs(model)}
     before = {key: vars(config).get(attribute) for key, config in configs.items()}
     # Models within the model too: an encoder with a copy of the configuration is not always reached from above.
@@ -109,3 +96,73 @@ def _configs(model: Any) -> Iterator[Any]:
         config = waiting.pop()
         yield config
         waiting += [found for name in config.sub_configs if (found := getattr(config, name, None)) is not None]
+
+
+OPTIONS = "_layerzero_experts"  # where patched experts keep the options of their calls of `lz.moe`
+# experts that are not patched -> the same, None for those that `lz.moe` does not compute
+_known: WeakKeyDictionary[Any, dict[str, Any] | None] = WeakKeyDictionary()
+_left: set[tuple[type, str]] = set()  # what was said of those, once for a kind
+_log = logging.getLogger("layerzero.transformers")
+
+
+def options_of(module: Any) -> dict[str, Any] | str:
+    """The options of `lz.moe` with which it computes what these experts do; or why it does not."""
+    if not getattr(module, "has_gate", False):
+        return "its experts have no gate"
+    if getattr(module, "has_post_expert_norm", False):
+        return "it has a norm after each expert"
+    interleaved = not getattr(module, "is_concatenated", True)
+    if type(module)._apply_gate.__name__ != "_default_apply_gate":
+        options = _own_gate(module, interleaved)
+        return "it has a gate of its own" if options is None else options
+    if interleaved:  # the gate that transformers brings takes halves
+        return "its weights are stored interleaved"
+    found = activation_of(module.act_fn, module.down_proj)
+    return f"no op has its activation {type(module.act_fn).__name__}" if found is None else {"activation": found[2]}
+
+
+@torch.no_grad()
+def _own_gate(module: Any, interleaved: bool) -> dict[str, Any] | None:
+    """The options of a gate like that of gpt-oss; None where the module's gate gives other numbers."""
+    alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
+    if not isinstance(alpha, float) or not isinstance(limit, float):
+        return None
+    gate = torch.linspace(-3 * limit, 3 * limit, 257, device=module.down_proj.device)
+    up = gate.roll(100)
+    got = module._apply_gate(torch.stack((gate, up), dim=-1 if interleaved else 0).flatten())
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    want = gate * torch.sigmoid(alpha * gate) * (up + 1)
+    if got.shape != want.shape or not bool(((got - want).abs() <= 1e-5 * want.abs().clamp_min(1.0)).all()):
+        return None
+    return {"activation": "swigluoai", "alpha": alpha, "limit": limit, "interleaved": interleaved}
+
+
+def experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """hidden_states [T, H] through each token's experts; those LayerZero does not compute go transformers' own way.
+
+    That is the one it takes by default: of the others, one copies the weights of every token's experts.
+    """
+    options = getattr(module, OPTIONS, None)
+    if options is None and not torch.compiler.is_compiling():  # not patched: the implementation was chosen by name
+        options = _found(module)
+    if options is None:
+        from transformers.integrations.moe import grouped_mm_experts_forward
+
+        own: Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+        return own
+    gate_up, down = module.gate_up_proj, module.down_proj
+    if module.is_transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    if module.has_bias:
+        options = {**options, "gate_up_bias": module.gate_up_proj_bias, "down_bias": module.down_proj_bias}
+    return moe(hidden_states, gate_up, down, top_k_weights, top_k_index, **options)
+
+
+def _found(module: Any) -> dict[str, Any] | None:
+    if module not in _known:
+        options = options_of(module)
+        _known[module] = None if isinstance(options, str) else options
+        if isinstance(options, str) and (type(module), options) not in _left:
+            _left.add((type(module), options))
+            _log.warning("%s are left to transformers' grouped products: %s", type(module).__name__, options)
+    return _known[module]

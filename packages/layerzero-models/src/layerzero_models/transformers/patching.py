@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import entry_points
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from layerzero import get_config
 from layerzero.errors import invalid
-from layerzero_models.record import PatchReport, Record, apply, record_of, report_of, restore
-from layerzero_models.transformers import experts, parts, probes, quick, rewriting
-from layerzero_models.transformers.enabling import NAME, choose_attention, choose_experts, enable_transformers
-from layerzero_models.transformers.neighbours import Linears, Neighbours, few_rows, unfit
+from layerzero_models.patching import Changes, PatchReport, Record, apply, record_of, report_of, restore
+from layerzero_models.transformers import attending, enabling, parts, probes, quick, rewriting
+from layerzero_models.transformers.enabling import NAME, choose, enable_transformers
+from layerzero_models.transformers.parts import Linears, Neighbours, few_rows, unfit
 
 _log = logging.getLogger("layerzero.transformers")
 
@@ -26,7 +27,7 @@ KINDS = ("attention", "experts", "norm", "rope", "mlp", "projections", "residual
 # The entry points by which packages bring such steps.
 STEPS = "layerzero.transformers"
 _GATES = (("gate_proj", "up_proj", "down_proj", "act_fn"), ("wi_0", "wi_1", "wo", "act"))
-_QKV = (("q_proj", "k_proj", "v_proj"),)
+_QKV = ("q_proj", "k_proj", "v_proj")
 
 
 class _Record(Record):
@@ -112,10 +113,13 @@ def _model_of(given: Any) -> Any:
     return model
 
 
-def _forward(record: _Record, module: Any, function: Callable[..., Any], state: Any = None) -> None:
+def _forward(record: _Record, name: str, module: Any, op: str, function: Callable[..., Any], state: Any = None) -> None:
+    """Give a part another forward, with what that needs to know, and write down the op it calls now; "" for none."""
     if state is not None:
         record.changes.set(module, parts.STATE, state)
     record.changes.set(module, "forward", types.MethodType(function, module))
+    if op:
+        record.did(name, module, op)
 
 
 def _free(record: _Record, name: str, module: Any) -> bool:
@@ -136,7 +140,7 @@ def _attention(model: Any, record: _Record) -> None:
     if not model._can_set_attn_implementation():
         record.leave("", model, "its attention does not go through AttentionInterface")
         return
-    choose_attention(model, record.changes)
+    choose(model, "attn", record.changes)
     for name, module in model.named_modules():
         if type(module).__name__.endswith("Attention") and hasattr(module, "config"):
             if module.config._attn_implementation == NAME:
@@ -146,18 +150,19 @@ def _attention(model: Any, record: _Record) -> None:
 
 
 def _experts(model: Any, record: _Record) -> None:
-    found = [(name, m) for name, m in model.named_modules() if hasattr(type(m), "_apply_gate") and hasattr(m, "config")]
     fit = False
-    for name, module in found:
-        options = experts.options_of(module)
+    for name, module in model.named_modules():
+        if not hasattr(type(module), "_apply_gate") or not hasattr(module, "config"):
+            continue
+        options = enabling.options_of(module)
         if isinstance(options, str):
             record.leave(name, module, options)
             continue
         fit = True
-        record.changes.set(module, experts.OPTIONS, options)
+        record.changes.set(module, enabling.OPTIONS, options)
         record.did(name, module, "moe")
     if fit:
-        choose_experts(model, record.changes)
+        choose(model, "experts", record.changes)
 
 
 # -- norms -------------------------------------------------------------------------------------------
@@ -167,8 +172,7 @@ def _norms(model: Any, record: _Record) -> None:
             if len(module.normalized_shape) != 1:
                 record.leave(name, module, "it normalises over several axes")
             elif _free(record, name, module):
-                _forward(record, module, parts.layer_norm, quick.Facts(module._parameters))
-                record.did(name, module, "layer_norm")
+                _forward(record, name, module, "layer_norm", parts.layer_norm, quick.Facts(module._parameters))
         elif _looks_like_rms(module) and _free(record, name, module):
             _rms(name, module, record)
 
@@ -186,18 +190,15 @@ def _rms(name: str, module: Any, record: _Record) -> None:
         record.leave(name, module, "it has no epsilon or no weight")
     elif weight.device.type == "meta":
         record.leave(name, module, "the weights are on the meta device")
+    elif (found := probes.norm_of(module, eps)) is None:
+        record.leave(name, module, "it computes something else than RMSNorm")
     else:
-        found = probes.norm_of(module, eps)
-        if found is None:
-            record.leave(name, module, "it computes something else than RMSNorm")
-            return
         op, rules = found
         state = parts.Rms(module, op == "gemma_rms_norm", eps, rules)
         alike = {(dtype, dtype) for dtype in probes.DTYPES} <= state.same
         record.changes.set(module, parts.GEMMA, state.gemma if alike else None)
         record.changes.set(module, parts.EPS, eps)
-        _forward(record, module, parts.rms_norm, state)
-        record.did(name, module, op)
+        _forward(record, name, module, op, parts.rms_norm, state)
 
 
 # -- rotary positions --------------------------------------------------------------------------------
@@ -227,8 +228,7 @@ def _rope(model: Any, record: _Record) -> None:
         except rewriting.NotRewritable as why:
             record.leave(name, module, f"rope: {why}")
             continue
-        _forward(record, module, made[forward])
-        record.did(name, module, "rope")
+        _forward(record, name, module, "rope", made[forward])
 
 
 # -- projections of one input ------------------------------------------------------------------------
@@ -252,31 +252,32 @@ def _gated(name: str, module: Any, names: tuple[str, str, str, str], record: _Re
     if why or found is None:
         record.leave(name, module, why)
         return
-    record.did(name, module, found[0])
+    op, rest, _ = found
     if not record.joined:
-        _forward(record, module, parts.gated_apart, parts.Apart(names[:3], *found[:2]))
+        _forward(record, name, module, op, parts.gated_apart, parts.Apart(names[:3], op, rest))
         return
     casts = gate.weight.dtype is not down.weight.dtype
     both = Neighbours((gate, up))
     record.neighbours.append((name, module, both))
-    _forward(record, module, parts.gated, parts.Gated(both, names[2], *found[:2], casts, few_rows("mlp", both.weight)))
+    state = parts.Gated(both, names[2], op, rest, casts, few_rows("mlp", both.weight))
+    _forward(record, name, module, op, parts.gated, state)
 
 
 def _projections(model: Any, record: _Record) -> None:
     for name, module in model.named_modules():
-        names = next((n for n in _QKV if all(hasattr(module, part) for part in n)), None)
-        if names is None:
+        if not all(hasattr(module, part) for part in _QKV):
             continue
-        found = [getattr(module, part) for part in names]
+        found = [getattr(module, part) for part in _QKV]
         why = unfit(found) or rewriting.other_inputs(type(module))
         if why:
-            record.leave(name, module, f"one product for {', '.join(names)}: {why}")
+            record.leave(name, module, f"one product for {', '.join(_QKV)}: {why}")
             continue
         neighbours = Neighbours(found)
         record.neighbours.append((name, module, neighbours))
         for place, part in enumerate(found):
-            _forward(record, part, parts.second if place else parts.first, parts.Projected(neighbours, place))
-        record.did(name, module, " + ".join(names) + " in one product")
+            forward = parts.second if place else parts.first
+            _forward(record, name, part, "", forward, parts.Projected(neighbours, place))
+        record.did(name, module, " + ".join(_QKV) + " in one product")
 
 
 # -- products: last, since it asks what was joined ----------------------------------------------------
@@ -288,20 +289,17 @@ def _linears(model: Any, record: _Record) -> None:
             record.did(name, module, "linear")
     for name, module in found.single(model, [neighbours for _, _, neighbours in record.neighbours]):
         if _free(record, name, module):
-            _forward(record, module, parts.linear, parts.Single())
-            record.did(name, module, "linear")
+            _forward(record, name, module, "linear", parts.linear, parts.SINGLE)
     if record.everything:
         for name, module in model.named_modules():
             if type(module).__name__ == "Conv1D" and _free(record, name, module):
-                _forward(record, module, parts.conv1d, parts.Single())
-                record.did(name, module, "linear")
+                _forward(record, name, module, "linear", parts.conv1d, parts.SINGLE)
 
 
 def _embeddings(model: Any, record: _Record) -> None:
     for name, module in model.named_modules() if record.everything else ():
         if type(module) is nn.Embedding and module.max_norm is None and _free(record, name, module):
-            _forward(record, module, parts.embedding, parts.Single())
-            record.did(name, module, "embedding")
+            _forward(record, name, module, "embedding", parts.embedding, parts.SINGLE)
 
 
 # -- the residual stream -----------------------------------------------------------------------------
@@ -322,8 +320,7 @@ def _residual(model: Any, record: _Record) -> None:
             except rewriting.NotRewritable as why:
                 record.leave(name, layer, f"sum and norm in one: {why}")
                 continue
-            _forward(record, layer, made[case], parts.Following(following))
-            record.did(name, layer, "add_rms_norm")
+            _forward(record, name, layer, "add_rms_norm", made[case], parts.Following(following))
 
 
 # -- captured steps ------------------------------------------------------------------------------------
@@ -341,3 +338,36 @@ def _graphs(model: Any, record: Record, memory: int | None) -> None:
     record.changes.set(model, "forward", types.MethodType(graphs.forward_of(type(model)), model))
     record.changes.set(model, "generate", types.MethodType(graphs.generate_of(type(model)), model))
     record.changes.set(model, "_prepare_cache_for_generation", types.MethodType(graphs.prepare_cache, model))
+
+
+@contextmanager
+def redirected(call: Callable[..., Any]) -> Iterator[None]:
+    """Within the block models that are patched inside it call an op as `call(op, *args, **kwargs)`."""
+
+    def norm(gemma: bool, x: Tensor, weight: Tensor, eps: float, facts: Any) -> Any:
+        return call("gemma_rms_norm" if gemma else "rms_norm", x, weight, eps)
+
+    def add_norm(gemma: bool, x: Tensor, residual: Tensor, weight: Tensor, eps: float, facts: Any) -> Any:
+        return call("gemma_add_rms_norm" if gemma else "add_rms_norm", x, residual, weight, eps)
+
+    def layer(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, facts: Any) -> Any:
+        return call("layer_norm", x, weight, bias, eps)
+
+    def activate(op: str, x: Tensor, rest: tuple[str, ...]) -> Any:
+        return call(op, x, *rest)
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        return call("rope", q, k, cos, sin, layout="BHSD" if unsqueeze_dim == 1 else "BSHD")
+
+    changes = Changes()
+    try:
+        for function in (norm, add_norm, layer, activate, rotate):
+            changes.set(quick, function.__name__, function)
+        changes.set(quick, "product", partial(call, "linear"))
+        changes.set(quick, "public", call)
+        changes.set(attending, "attention", partial(call, "attention"))
+        changes.set(enabling, "moe", partial(call, "moe"))
+        changes.set(attending, "paged_attention", partial(call, "paged_attention"))
+        yield
+    finally:
+        changes.undo()

@@ -85,9 +85,7 @@ def norm_of(module: Any, eps: float) -> tuple[str, Rules] | None:
 @torch.no_grad()
 def activation_of(act: Callable[[Tensor], Any], like: Tensor) -> tuple[str, tuple[str, ...], str] | None:
     """(gated op, its arguments, its word in `lz.moe`) of an activation; None for one that no op has."""
-    x = torch.linspace(
-        -6.0, 6.0, 257, device=like.device
-    )  # in float32: two kinds of GELU differ by less than bf16 sees
+    x = torch.linspace(-6.0, 6.0, 257, device=like.device)  # float32: two kinds of GELU are nearer than bf16 sees
     got = act(x)
     for op, rest, formula in _GATED:
         want = formula(x)

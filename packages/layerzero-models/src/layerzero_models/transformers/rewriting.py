@@ -37,11 +37,7 @@ class NotRewritable(Exception):
 def renamed(function: Any, **names: Any) -> Callable[..., Any]:
     """The function with other values for some of its global names."""
     plain = _plain(function)
-    made = types.FunctionType(
-        plain.__code__, _globals(plain, names), plain.__name__, plain.__defaults__, plain.__closure__
-    )
-    made.__kwdefaults__ = plain.__kwdefaults__
-    return made
+    return _over(plain, plain.__code__, names)
 
 
 def residual_norms(function: Any) -> tuple[str, ...]:
@@ -51,7 +47,7 @@ def residual_norms(function: Any) -> tuple[str, ...]:
     except NotRewritable:
         return ()
     found = (_norm_at(body, i) for body in _bodies(tree) for i in range(len(body)))
-    return tuple(name for name in found if name is not None)
+    return tuple(item[2] for item in found if item is not None)
 
 
 def with_residuals(
@@ -59,16 +55,16 @@ def with_residuals(
 ) -> Callable[..., Any]:
     """The forward with the sums before these norms, and the one at its end, handed to two functions."""
     plain = _plain(function)
-    code = _rewritten(plain, tuple(norms), end is not None)
-    made = types.FunctionType(code, _globals(plain, {_ADD: add_norm, _END: end}), plain.__name__, plain.__defaults__)
-    made.__kwdefaults__ = plain.__kwdefaults__
+    return _over(plain, _rewritten(plain, tuple(norms), end is not None), {_ADD: add_norm, _END: end})
+
+
+def _over(function: types.FunctionType, code: types.CodeType, names: dict[str, Any]) -> Callable[..., Any]:
+    """The function with other code, over the names of its file with some exchanged. Without `__name__`: torch.compile
+    would look them up in the module of that name, where they are not."""
+    known = {name: item for name, item in {**function.__globals__, **names}.items() if name != "__name__"}
+    made = types.FunctionType(code, known, function.__name__, function.__defaults__)
+    made.__kwdefaults__ = function.__kwdefaults__
     return made
-
-
-def _globals(function: types.FunctionType, names: dict[str, Any]) -> dict[str, Any]:
-    """The names of the function's file with some exchanged. Without `__name__`: torch.compile would look them up in the
-    module of that name, where they are not."""
-    return {name: item for name, item in {**function.__globals__, **names}.items() if name != "__name__"}
 
 
 def _plain(function: Any) -> types.FunctionType:
@@ -87,28 +83,21 @@ def _rewritten(function: types.FunctionType, norms: tuple[str, ...], end: bool) 
     done = 0
     for body in _bodies(tree):
         for i in range(len(body) - 1, -1, -1):
-            name = _norm_at(body, i)
-            if name in norms:
-                body[i : i + 3] = [_added(body[i], name)]
+            found = _norm_at(body, i)
+            if found is not None and found[2] in norms:
+                h, residual, norm = found
+                body[i : i + 3] = [_placed(f"{h}, {residual} = {_ADD}(self.{norm}, {h}, {residual})", body[i])]
                 done += 1
-    if end and _ends(definition.body):
-        definition.body[-2:] = [_ended(definition.body[-2])]
+    last = _last_sum(definition.body) if end else None
+    if last is not None:
+        definition.body[-2:] = [_placed(f"return {_END}(self, {last[0]}, {last[1]})", definition.body[-2])]
         done += 1
     if not done:
         raise NotRewritable("it has no sum right before a norm")
-    definition.returns = None
-    for argument in (*definition.args.posonlyargs, *definition.args.args, *definition.args.kwonlyargs):
-        argument.annotation = None
-    for star in (definition.args.vararg, definition.args.kwarg):
-        if star is not None:
-            star.annotation = None
-    definition.args.defaults = [ast.copy_location(ast.Constant(None), definition) for _ in definition.args.defaults]
-    definition.args.kw_defaults = [
-        None if item is None else ast.copy_location(ast.Constant(None), definition)
-        for item in definition.args.kw_defaults
-    ]
     module = compile(ast.fix_missing_locations(tree), function.__code__.co_filename, "exec")
-    return next(item for item in module.co_consts if isinstance(item, types.CodeType))
+    # Defaults and annotations may have code of their own beside it; none of the three is run.
+    codes = (item for item in module.co_consts if isinstance(item, types.CodeType))
+    return next(code for code in codes if code.co_name == definition.name)
 
 
 def _parsed(function: types.FunctionType) -> ast.Module:
@@ -142,54 +131,40 @@ def _sum(statement: ast.stmt) -> tuple[str, str] | None:
     return None
 
 
-def _norm_at(body: list[ast.stmt], i: int) -> str | None:
-    """The norm's name where the three statements of the residual stream stand at place i."""
-    summed = _sum(body[i])
-    if summed is None or i + 2 >= len(body):
-        return None
-    h, residual = summed
-    match body[i + 1], body[i + 2]:
-        case (
-            ast.Assign(targets=[ast.Name(id=kept)], value=ast.Name(id=of)),
+def _norm_at(body: list[ast.stmt], i: int) -> tuple[str, str, str] | None:
+    """(h, residual, norm) where the three statements of the residual stream stand at place i."""
+    found = _kept_and_normed(body[i + 1 : i + 3])
+    return found if found is not None and found[:2] == _sum(body[i]) else None
+
+
+def _kept_and_normed(statements: list[ast.stmt]) -> tuple[str, str, str] | None:
+    """(h, residual, norm) of the two statements `residual = h; h = self.norm(h)`."""
+    match statements:
+        case [
+            ast.Assign(targets=[ast.Name(id=residual)], value=ast.Name(id=kept)),
             ast.Assign(
                 targets=[ast.Name(id=out)],
                 value=ast.Call(
-                    func=ast.Attribute(value=ast.Name(id="self"), attr=norm), args=[ast.Name(id=arg)], keywords=[]
+                    func=ast.Attribute(value=ast.Name(id="self"), attr=norm), args=[ast.Name(id=given)], keywords=[]
                 ),
             ),
-        ) if kept == residual and of == h and out == h and arg == h:
-            return norm
+        ] if kept == given == out and residual != kept:
+            return kept, residual, norm
     return None
 
 
-def _ends(body: list[ast.stmt]) -> bool:
-    if len(body) < 2:
-        return False
-    summed = _sum(body[-2])
-    match body[-1]:
-        case ast.Return(value=ast.Name(id=name)):
-            return summed is not None and name == summed[0]
-    return False
+def _last_sum(body: list[ast.stmt]) -> tuple[str, str] | None:
+    """(h, residual) where a body ends with `h = residual + h; return h`."""
+    match body[-2:]:
+        case [ast.Assign() as last, ast.Return(value=ast.Name(id=name))]:
+            summed = _sum(last)
+            return summed if summed is not None and name == summed[0] else None
+    return None
 
 
-def _added(statement: ast.stmt, norm: str) -> ast.stmt:
-    summed = _sum(statement)
-    assert summed is not None
-    h, residual = summed
-    made = ast.parse(f"{h}, {residual} = {_ADD}(self.{norm}, {h}, {residual})").body[0]
-    return _placed(made, statement)
-
-
-def _ended(statement: ast.stmt) -> ast.stmt:
-    summed = _sum(statement)
-    assert summed is not None
-    h, residual = summed
-    made = ast.parse(f"def f():\n    return {_END}(self, {h}, {residual})").body[0]
-    assert isinstance(made, ast.FunctionDef)
-    return _placed(made.body[0], statement)
-
-
-def _placed(made: ast.stmt, at: ast.stmt) -> ast.stmt:
+def _placed(text: str, at: ast.stmt) -> ast.stmt:
+    """A statement in the place of another one."""
+    made = ast.parse(text).body[0]
     for node in ast.walk(made):
         ast.copy_location(node, at)
     return made
@@ -228,16 +203,6 @@ def first_norm(layer: Any) -> Any:
     body = definition.body
     if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):  # a docstring
         body = body[1:]
-    match body[:2]:
-        case [
-            ast.Assign(targets=[ast.Name(id=residual)], value=ast.Name(id=kept)),
-            ast.Assign(
-                targets=[ast.Name(id=out)],
-                value=ast.Call(
-                    func=ast.Attribute(value=ast.Name(id="self"), attr=norm), args=[ast.Name(id=given)], keywords=[]
-                ),
-            ),
-        ] if kept == given == out and residual != kept:
-            found = getattr(layer, norm, None)
-            return found if is_rms(found) else None
-    return None
+    kept = _kept_and_normed(body[:2])
+    found = None if kept is None else getattr(layer, kept[2], None)
+    return found if is_rms(found) else None
