@@ -271,8 +271,7 @@ def test_a_stranger_proves_his_kernels_with_the_kit(site: Path, tmp_path: Path) 
 
 
 def test_a_warm_up_checks_before_any_request(planted: Planted) -> None:
-    from layerzero.startup.manifest import Item
-    from layerzero.startup.warm import warm
+    from layerzero.startup.warm import Item, warm
 
     kernel_id = planted.kernel("rms_norm", right)
     planted.start()

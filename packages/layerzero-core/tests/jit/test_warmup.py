@@ -19,7 +19,7 @@ from layerzero.errors import ConfigurationError, InvalidInputError
 from layerzero.public.traffic import manifest
 from layerzero.recording.traffic import Recorded
 from layerzero.runtime.state import state
-from layerzero.startup.manifest import Item, Manifest, mark_critical
+from layerzero.startup.warm import Item, Manifest, mark_critical
 from layerzero_cli.root import cli
 from tools.pytest_fixtures import module_beside
 
@@ -391,10 +391,10 @@ def test_inductor_kernels_come_from_the_cache_after_a_warm_up(cache: Path, compi
 def test_without_a_compiler_inductor_says_so_and_the_fallback_runs(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from layerzero.backends.inductor import toolchain
+    from layerzero.backends.inductor import compiling
 
     lz.reset()
-    monkeypatch.setattr(toolchain, "compiler", lambda: None)
+    monkeypatch.setattr(compiling, "compiler", lambda: None)
     x, w = torch.randn(5, 40), torch.randn(40)
     with lz.scoped(jit="block", prefer=["inductor"], boosts={"inductor": 1000.0}):
         out = lz.rms_norm(x, w)
@@ -438,7 +438,7 @@ def test_a_triton_kernel_compiles_in_warm_up_and_not_in_a_request(lab: Any, cach
 
 @pytest.mark.gpu
 def test_a_compile_beside_a_graph_capture_does_not_end_it(lab: Any, cache: Path) -> None:
-    from layerzero.jit.inputs import relaxed_capture
+    from layerzero.dispatch.compiling import relaxed_capture
 
     done = threading.Event()
     go = threading.Event()

@@ -29,8 +29,7 @@ from layerzero.runtime.state import state
 from layerzero.selection.engine import select
 from layerzero.selection.filter import artifact_for
 from layerzero.selection.world import measurement_settings
-from layerzero.startup.manifest import Item
-from layerzero.startup.warm import each_once, warm
+from layerzero.startup.warm import Item, each_once, warm
 from layerzero.tuning.inputs import build
 from layerzero_tune.ruled_out import ruled_out
 
@@ -71,8 +70,9 @@ class Ahead:
             except LayerZeroError:  # the trial of the call will say it
                 self._elsewhere[name] = {}
         threads = given or min(_MOST_THREADS, cores // 2)
-        given_to = contextvars.copy_context().run, (self._compile_here, calls, threads, limit_s)
-        self._thread = threading.Thread(target=given_to[0], args=given_to[1], name="layerzero-ahead", daemon=True)
+        args = (self._compile_here, calls, threads, limit_s)
+        run = contextvars.copy_context().run
+        self._thread = threading.Thread(target=run, args=args, name="layerzero-ahead", daemon=True)
         if threads > 1 and any(self._here.values()):
             self._counts = (0, sum(map(len, self._here.values())))
             self._thread.start()
@@ -126,12 +126,9 @@ class Ahead:
         queue = jit.queue()
         before = queue.workers
         items = [Item(recorded.context, True, recorded.strides) for _, recorded in calls]
-
-        def lacking(ctx: Context) -> list[str]:
-            return self._here.get(ctx, [])
-
         try:
-            late = warm(items, kernels=lacking, timeout_s=limit_s, workers=threads, told=told).unready
+            lacking = {item.context: self._here.get(item.context, []) for item in items}
+            late = warm(items, kernels=lacking.__getitem__, timeout_s=limit_s, workers=threads, told=told).unready
         finally:
             queue.workers = before
         if late:

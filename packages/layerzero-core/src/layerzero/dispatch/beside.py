@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import importlib
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,22 +27,23 @@ import torch
 from torch import Tensor
 
 from layerzero.dispatch.adapt import adapt
+from layerzero.dispatch.bind import own_layout, resolve
 from layerzero.dispatch.compiling import (
     Made,
     blocking,
     compile_now,
+    likeness,
     made,
     not_ready,
     one_compiler,
     put_failure,
-    put_unbindable,
     queue,
     short_turns,
 )
 from layerzero.errors import BackendNotAvailableError
-from layerzero.isolation.wire import ChildError, ChildOutOfMemory, IsolationFault
+from layerzero.isolation.compilers import IDLE_S, compilers, order_text
+from layerzero.isolation.wire import ChildError, ChildOutOfMemory, IsolationFault, Unsendable
 from layerzero.jit import cache as jit_cache
-from layerzero.jit.inputs import likeness
 from layerzero.model.artifact import Artifact, words_of
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision, ExecutionPlan
@@ -71,28 +71,26 @@ def compiles_elsewhere(kernel: KernelSpec) -> bool:
 
 
 def compile_beside(spec: OperationSpec, ctx: Context, decision: Decision, world: World, args: tuple[Any, ...]) -> None:
-    """Have the kernels compiled that would have been chosen, on inputs like these; the call itself does not wait.
+    """Have the kernel compiled that a decision waits for, on inputs like these; the call itself does not wait.
 
     Left to `lz.warmup`: calls that draw random numbers (a compile would draw too), calls under capture, and kernels
     that are compiled only on the device.
     """
     if world.policy.jit != "background" or ctx.capturing or (spec.random is not None and spec.random(args)):
         return
-    copied: tuple[Any, ...] | None = None
-    for kernel_id in decision.pending[:1]:
-        kernel = world.registry.kernels[kernel_id]
-        artifact = artifact_for(kernel, ctx, world)
-        known = artifact in state.world.ready or artifact in state.world.uncompilable
-        if known or kernel.compiler == "device" or queue().holds(artifact):
-            continue
-        if copied is None:
-            copied = likeness(args, share=spec.mutates is None or not spec.mutates(args))
-        elsewhere = compiles_elsewhere(kernel)
-        if not elsewhere and kernel.backend not in _in_threads:
-            _in_threads.add(kernel.backend)
-            _log.info("%s compiles in threads of this process: it declares no compiler", kernel.backend)
-        work = compile_elsewhere if elsewhere else compile_now
-        queue().submit(artifact, partial(work, spec, ctx, kernel_id, copied, state.generation), timed=not elsewhere)
+    kernel_id = decision.pending[0]
+    kernel = world.registry.kernels[kernel_id]
+    artifact = artifact_for(kernel, ctx, world)
+    known = artifact in state.world.ready or artifact in state.world.uncompilable
+    if known or kernel.compiler == "device" or queue().holds(artifact):
+        return
+    copied = likeness(args, share=spec.mutates is None or not spec.mutates(args))
+    elsewhere = compiles_elsewhere(kernel)
+    if not elsewhere and kernel.backend not in _in_threads:
+        _in_threads.add(kernel.backend)
+        _log.info("%s compiles in threads of this process: it declares no compiler", kernel.backend)
+    work = compile_elsewhere if elsewhere else compile_now
+    queue().submit(artifact, partial(work, spec, ctx, kernel_id, copied, state.generation), timed=not elsewhere)
 
 
 def compile_elsewhere(
@@ -116,8 +114,6 @@ def compile_elsewhere(
 
 def have_compiled(order: str, artifact: Artifact, began: int) -> Made | Reason | None:
     """Wait until another process has carried out an order: what to load, or why not; None: compile in a thread here."""
-    from layerzero.isolation.compilers import IDLE_S, compilers
-
     before = jit_cache.snapshot()
     try:
         with one_compiler(artifact, jit_cache.prepare()):
@@ -143,7 +139,7 @@ def load(
     missing = _at_hand(world.registry.kernels[kernel_id], found.libraries, world, began)
     if missing is not None:
         return missing
-    with _loads.turn(paced):
+    with turn(paced):
         token = made.set(replace(found, begun=time.monotonic()))
         try:
             return compile_now(spec, ctx, kernel_id, args, began)
@@ -186,8 +182,6 @@ def _is_for(kernel: KernelSpec, device: DeviceSpec) -> bool:
 
 def _imported(kernel: KernelSpec, world: World, began: int) -> Reason | None:
     """Import a kernel's adapter while other threads get their turns; the reason when it cannot be."""
-    from layerzero.dispatch.bind import resolve
-
     jit_cache.prepare()  # some vendors read where their cache is when they are imported
     started = time.monotonic()
     try:
@@ -197,7 +191,7 @@ def _imported(kernel: KernelSpec, world: World, began: int) -> Reason | None:
                 with contextlib.suppress(Exception):  # who cannot be imported says so when it is called
                     importlib.import_module(name)
     except BackendNotAvailableError as error:
-        put_unbindable(kernel.kernel_id, error.reasons[0], began)
+        state.unbindable(kernel.kernel_id, error.reasons[0], began)
         return error.reasons[0]
     _log.info("importing %s took %.1f s", kernel.function.partition(":")[0], time.monotonic() - started)
     return None
@@ -221,10 +215,6 @@ def order_for(spec: OperationSpec, ctx: Context, kernel: KernelSpec, args: tuple
     """
     if jit_cache.prepare() is None:
         return None
-    from layerzero.dispatch.bind import own_layout
-    from layerzero.isolation.compilers import order_text
-    from layerzero.isolation.wire import Unsendable
-
     asked = replace(ctx, backend=kernel.kernel_id, capturing=False, switched_off=frozenset())
     decision = select(asked, blocking(world))
     if decision.chosen != kernel.kernel_id or not ctx.aligned_pointers or kernel.backend in world.enclosed:
@@ -237,7 +227,7 @@ def order_for(spec: OperationSpec, ctx: Context, kernel: KernelSpec, args: tuple
 
     fn = adapter
     if len(kernel.layouts) > 1 and "layout" not in spec.arguments:
-        fn = functools.partial(adapter, layout=own_layout(kernel, decision))
+        fn = partial(adapter, layout=own_layout(kernel, decision))
     run = adapt(fn, decision.context, ExecutionPlan.of(decision).transforms, spec.autocast)
     try:
         with torch.set_grad_enabled(ctx.needs_grad):
@@ -282,30 +272,24 @@ def _failed(artifact: Artifact, error: IsolationFault, began: int) -> Reason:
 
 
 # -- loads ---------------------------------------------------------------------------------------
-class _Loads:
-    """One load at a time, and beside requests at most one a second."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._last = -_APART_S
-
-    @contextlib.contextmanager
-    def turn(self, paced: bool) -> Any:
-        with self._lock if paced else contextlib.nullcontext():
-            if paced:
-                time.sleep(max(0.0, self._last + _APART_S - time.monotonic()))
-            try:
-                yield
-            finally:
-                self._last = time.monotonic()
+_loading = threading.Lock()
+_last_load = -_APART_S
 
 
-_loads = _Loads()
+@contextlib.contextmanager
+def turn(paced: bool) -> Iterator[None]:
+    """A load's turn: beside requests one at a time, and at most one a second."""
+    global _last_load
+    with _loading if paced else contextlib.nullcontext():
+        if paced:
+            time.sleep(max(0.0, _last_load + _APART_S - time.monotonic()))
+        try:
+            yield
+        finally:
+            _last_load = time.monotonic()
 
 
 def _end_idle() -> None:
-    from layerzero.isolation.compilers import compilers
-
     left = compilers.end_idle()
     if left is not None:
         timers.after("compilers", left, _end_idle)

@@ -64,7 +64,6 @@ class Bound:
         self.calls: Any = None  # a counter, only while traffic is recorded
 
     def counted(self, counter: Any) -> Bound:
-        """The same with a counter of its own."""
         found = Bound(self.run, self.guard, self.kernel, self.plan, self.rng)
         found.calls = counter
         return found
@@ -100,15 +99,15 @@ def _whole(module: str) -> Any:
     Python gives out such a half where two threads would otherwise wait for each other for ever (Inductor, compiling
     beside a request, imports Triton too).
     """
-    for left in reversed(range(_TRIES)):
+    for _ in range(_TRIES - 1):
         try:
             return importlib.import_module(module)
         except (AttributeError, ImportError) as error:
             half = isinstance(error, AttributeError) and _OF_MODULE.match(str(error))
-            if not left or not (half or "partially initialized" in str(error)):
+            if not (half or "partially initialized" in str(error)):
                 raise
             time.sleep(_PAUSE_S)
-    raise AssertionError("unreachable")
+    return importlib.import_module(module)
 
 
 def resolve(kernel: KernelSpec) -> Callable[..., Any]:

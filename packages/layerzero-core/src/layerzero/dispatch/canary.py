@@ -81,7 +81,9 @@ def _tried(
     try:
         with torch.no_grad():
             if not kernel:
-                kernel.append(_bound(spec, decision, world, kernel_id))
+                # As it would be bound after its promotion: with the very transforms it would then have.
+                promoted = world.changed(trials=MappingProxyType({**world.trials, kernel_id: ""}))
+                kernel.append(bind(spec, select(decision.context, promoted), promoted, kernel_id))
             mine = kernel[0].run(*given)
             differs = _differs(mine, out, decision.context)
             if differs is None:
@@ -95,12 +97,6 @@ def _tried(
         if lost is not None:
             raise lost from error  # the device is gone for the kernel in charge as well
         return str(reason("KERNEL_RAISED", f"{type(error).__name__}: {error}"[:300]))
-
-
-def _bound(spec: OperationSpec, decision: Decision, world: World, kernel_id: str) -> Bound:
-    """The canary as it would be bound after its promotion: with the very transforms it would then have."""
-    promoted = world.changed(trials=MappingProxyType({**world.trials, kernel_id: ""}))
-    return bind(spec, select(decision.context, promoted), promoted, kernel_id)
 
 
 def _differs(mine: Any, truth: Any, ctx: Context) -> str | None:

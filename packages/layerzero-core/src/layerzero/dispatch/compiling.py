@@ -7,6 +7,7 @@ decides that an artifact is ready.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,12 +23,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from layerzero import env
 from layerzero.errors import BackendNotAvailableError, LayerZeroError, from_outside
 from layerzero.jit import cache as jit_cache
 from layerzero.jit.index import Index, with_hopeless
-from layerzero.jit.inputs import exercise, likeness
 from layerzero.jit.queue import Queue
 from layerzero.model.artifact import Artifact, words_of
 from layerzero.model.context import Context
@@ -42,6 +43,7 @@ from layerzero.selection.world import World
 from layerzero.telemetry.events import events
 
 _log = logging.getLogger("layerzero.jit")
+_SHARED_BYTES = 64 * 2**20  # a larger tensor is not copied for a compile, but read as it is
 LONG_S = 0.02  # a load of more is counted and said: requests waited for the interpreter meanwhile
 _TURN_S = 5e-4  # a thread keeps the interpreter so long while others wait for it; usually 5 ms
 _PUBLISH_S = 0.5  # each swap costs every hot call a lookup: while more is compiling, results are published together
@@ -101,7 +103,11 @@ def _ready(artifact: Artifact, seconds: float, evidence: tuple[str, ...], folder
     elsewhere = made.get()
     if elsewhere is not None:
         seconds, evidence = elsewhere.seconds, elsewhere.evidence
-        _loaded(artifact, time.monotonic() - elsewhere.begun)
+        took = time.monotonic() - elsewhere.begun
+        events.tell("load", took, kernel=artifact[0], artifact=words_of(artifact))
+        if took > LONG_S:
+            state.counters.long_loads += 1
+            _log.warning("loading %s took %.0f ms", words_of(artifact), took * 1e3)
     _log.info("%s is compiled (%.1f s)", words_of(artifact), seconds)
     place = "here" if elsewhere is None else "elsewhere"
     events.tell("compile", seconds, kernel=artifact[0], artifact=words_of(artifact), compiled=place)
@@ -109,19 +115,13 @@ def _ready(artifact: Artifact, seconds: float, evidence: tuple[str, ...], folder
         _write(Index(folder), artifact, evidence=evidence, seconds=seconds)
 
 
-def _loaded(artifact: Artifact, seconds: float) -> None:
-    events.tell("load", seconds, kernel=artifact[0], artifact=words_of(artifact))
-    if seconds > LONG_S:
-        state.counters.long_loads += 1
-        _log.warning("loading %s took %.0f ms", words_of(artifact), seconds * 1e3)
-
-
 def not_ready(artifact: Artifact, text: str, folder: Path | None, began: int) -> None:
     """An artifact cannot be compiled, with the compiler's words; written down for later processes in this folder."""
     text = text[:2_000] or "no word of its compiler"
-    _log.warning("%s cannot be compiled and is left alone: %s", words_of(artifact), text.splitlines()[0])
-    events.tell("compile", error=text.splitlines()[0][:300], kernel=artifact[0], artifact=words_of(artifact))
-    put_failure(artifact, reason("JIT_FAILED", text.splitlines()[0][:300]), began)
+    first = text.splitlines()[0]
+    _log.warning("%s cannot be compiled and is left alone: %s", words_of(artifact), first)
+    events.tell("compile", error=first[:300], kernel=artifact[0], artifact=words_of(artifact))
+    put_failure(artifact, reason("JIT_FAILED", first[:300]), began)
     if folder is not None:
         _write(Index(folder), artifact, error=text)
 
@@ -136,11 +136,6 @@ def _write(index: Index, artifact: Artifact, **outcome: Any) -> None:
 def put_failure(artifact: Artifact, why: Reason, began: int) -> None:
     """Reject the kernel for these values with this reason from now on."""
     state.publish_since(began, lambda world: {"uncompilable": with_hopeless({**world.uncompilable, artifact: why})})
-
-
-def put_unbindable(kernel_id: str, why: Reason, began: int) -> None:
-    """Leave a kernel alone whose adapter cannot be imported."""
-    state.publish_since(began, lambda world: {"unbindable": MappingProxyType({**world.unbindable, kernel_id: why})})
 
 
 def forget_failures(kernel_ids: frozenset[str] | None = None) -> None:
@@ -177,7 +172,7 @@ def compiling(run: Callable[..., Any], kernel: KernelSpec, ctx: Context, world: 
                 if ctx.device.device_type == "cuda" and not torch.cuda.is_current_stream_capturing():
                     torch.cuda.current_stream().synchronize()
         except BackendNotAvailableError as error:  # no compiler here: nothing to remember beyond this process
-            put_unbindable(kernel.kernel_id, error.reasons[0], began)
+            state.unbindable(kernel.kernel_id, error.reasons[0], began)
             raise RuntimeError(str(error)) from error
         except Exception as error:
             if not _innocent(error):
@@ -237,7 +232,7 @@ def compile_now(spec: OperationSpec, ctx: Context, kernel_id: str, args: tuple[A
     try:
         exercise(bind(spec, decision, world).run, args, ctx)
     except BackendNotAvailableError as error:
-        put_unbindable(kernel_id, error.reasons[0], began)
+        state.unbindable(kernel_id, error.reasons[0], began)
         return error.reasons[0]
     except Exception as error:
         if from_outside(error):
@@ -246,6 +241,80 @@ def compile_now(spec: OperationSpec, ctx: Context, kernel_id: str, args: tuple[A
         known = state.world.uncompilable if began == state.generation else {}
         return known.get(artifact_for(kernel, asked, world)) or reason("JIT_FAILED", str(error)[:300])
     return None
+
+
+# -- a run for the compiler's sake ---------------------------------------------------------------
+def likeness(args: tuple[Any, ...], *, share: bool = True) -> tuple[Any, ...]:
+    """Arguments with the same metadata. Small tensors are copied; of large floating ones the storage is shared.
+
+    Results are thrown away, so what the numbers are does not matter; indices are copied, since they must stay valid.
+    `share=False` copies everything, for a call that writes into its inputs.
+    """
+    return tuple(_like(item, share) for item in args)
+
+
+def _like(item: Any, share: bool) -> Any:
+    if isinstance(item, torch.Generator):
+        return torch.Generator(item.device)
+    if not isinstance(item, Tensor):
+        return item
+    with torch.no_grad():
+        if share and item.is_floating_point() and item.nbytes > _SHARED_BYTES:
+            found = item.detach()
+        else:
+            found = torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device=item.device)
+            found.copy_(item)
+    return found.requires_grad_(item.requires_grad) if item.is_floating_point() else found
+
+
+def exercise(run: Callable[..., Any], args: tuple[Any, ...], ctx: Context) -> None:
+    """Run a kernel once, backward too when the call would, under the call's autocast and on a stream of its own."""
+    with ExitStack() as stack:
+        if ctx.autocast is not None:
+            stack.enter_context(torch.autocast(ctx.device.device_type, getattr(torch, ctx.autocast)))
+        stream = None
+        if ctx.device.device_type == "cuda":
+            stack.enter_context(relaxed_capture())
+            where = next(item.device for item in args if isinstance(item, Tensor))
+            stack.enter_context(torch.cuda.device(where))  # a thread begins on the first one
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            stack.enter_context(torch.cuda.stream(stream))
+        if not ctx.needs_grad:
+            stack.enter_context(torch.no_grad())
+        out = run(*args)
+        if ctx.needs_grad:
+            results = [item for item in (out if isinstance(out, tuple) else (out,)) if isinstance(item, Tensor)]
+            wanted = [item for item in results if item.requires_grad]
+            if wanted:
+                torch.autograd.backward(wanted, [torch.ones_like(item) for item in wanted])
+        if stream is not None:
+            stream.synchronize()
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Let this thread allocate while another captures a CUDA graph; in CUDA's default mode that ends the capture."""
+    library = _cudart()
+    if library is None:
+        yield
+        return
+    mode = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed; the call exchanges it with the thread's own
+    library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        library.cudaThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+def _cudart() -> Any:
+    """The CUDA runtime that torch has loaded, or None."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8") as maps:
+            path = next((line.split()[-1] for line in maps if "libcudart.so" in line), None)
+        return None if path is None else ctypes.CDLL(path)
+    except OSError:
+        return None
 
 
 _turns = threading.Lock()

@@ -31,11 +31,10 @@ from layerzero.errors import KernelExecutionError, LayerZeroError, from_outside
 from layerzero.forking import fresh_lock
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision
-from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
 from layerzero.model.situation import kind_of
 from layerzero.numerics import compare, tolerance
-from layerzero.reasons import Reason, reason
+from layerzero.reasons import reason
 from layerzero.runtime.crashes import put
 from layerzero.runtime.proof_registry import BASELINES, proof_registry
 from layerzero.runtime.state import state
@@ -241,21 +240,17 @@ def _judged(spec: OperationSpec, ctx: Context, bound: Bound, args: tuple[Any, ..
             raise
 
     layout = None if ctx.layout is None else ctx.layout.value
+    # Whoever declares a large error is not thereby right.
+    modest = tuple((name, min(declared, _MOST_DECLARED)) for name, declared in bound.kernel.error_bounds)
     try:
         with conditions(ctx):
             gate = Gate(spec, ctx, lambda: Call(_copied(args, ctx.needs_grad), {}, layout))
-            found = gate.check(_modest(bound.kernel), run)
+            found = gate.check(replace(bound.kernel, error_bounds=modest), run)
     except Exception as error:  # the reference itself cannot, or not so much of it at once
         return _Verdict(None, why=f"the reference cannot be asked: {error}")
     if raised:
         raise raised[0]
     return _Verdict(found.ok, found.max_error, found.why)
-
-
-def _modest(kernel: KernelSpec) -> KernelSpec:
-    """The kernel, with no more than a moderate error declared: whoever declares a large one is not thereby right."""
-    declared = tuple((name, min(bound, _MOST_DECLARED)) for name, bound in kernel.error_bounds)
-    return replace(kernel, error_bounds=declared)
 
 
 def _raised(ctx: Context, bound: Bound, error: Exception, args: tuple[Any, ...]) -> _Verdict:
@@ -284,7 +279,9 @@ def _settled(case: _Case, own: _Verdict, served: Served | None, base: _Base | No
         _log.info("%s agrees with the baseline for %s (%s)", bound.kernel_id, ctx.op, kind_of(ctx))
         proof_registry.learn(state, bound.kernel, ctx, own.error, agreed=case.grouped)
     elif own.ok is False:
-        why = _mismatch(own)
+        allowed = own.why.partition("(allowed: ")[2].removesuffix(")")
+        detail = "at its first use" if allowed else f"at its first use: {own.why}"
+        why = reason("NUMERICS_MISMATCH", f"{own.error:.3g}", allowed or "the tolerance of the op", detail=detail)
         put(state, bound.kernel, ctx.device, why)
         if case.asked and base is not None:
             raise KernelExecutionError(
@@ -300,12 +297,6 @@ def _settled(case: _Case, own: _Verdict, served: Served | None, base: _Base | No
         return served
     # Nothing was computed for the caller yet. Ranks go on with the kernel together, at their next call.
     return None if own.ok is not None and not case.grouped else _served(base, args)
-
-
-def _mismatch(own: _Verdict) -> Reason:
-    allowed = own.why.partition("(allowed: ")[2].removesuffix(")")
-    return reason("NUMERICS_MISMATCH", f"{own.error:.3g}", allowed or "the tolerance of the op",
-                  detail="at its first use" if allowed else f"at its first use: {own.why}")  # fmt: skip
 
 
 # -- ranks ---------------------------------------------------------------------------------------------------------

@@ -69,9 +69,7 @@ class CrashMarkers:
                 return None
             self._texts[key] = text
         with self._lock:
-            if self._map is None and not self._open():
-                return None
-            if not self._free:
+            if (self._map is None and not self._open()) or not self._free:
                 return None
             slot = self._free.pop()
             assert self._map is not None
@@ -204,13 +202,6 @@ def _gone(path: Path) -> bool:
     return begun != "0" and started(int(pid)) != begun
 
 
-def _forgotten(path: Path) -> bool:
-    """A file nobody here can judge, older than any first run."""
-    with contextlib.suppress(OSError):
-        return time.time() - path.stat().st_mtime > _KEPT_S
-    return False
-
-
 def gather(folder: Path, take: Any) -> int:
     """Hand every crash marker of a process that is gone to `take(marker)`, once; returns how many there were.
 
@@ -224,8 +215,9 @@ def gather(folder: Path, take: Any) -> int:
     count = 0
     for path in files:
         if not _gone(path):
-            if path.stem.partition("-")[0] != here() and _forgotten(path):
-                _remove(path, path.with_suffix(".fault"))
+            with contextlib.suppress(OSError):  # a file nobody here can judge goes when it is older than any first run
+                if path.stem.partition("-")[0] != here() and time.time() - path.stat().st_mtime > _KEPT_S:
+                    _remove(path, path.with_suffix(".fault"))
             continue
         mine, fault = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.claimed"), path.with_suffix(".fault")
         try:

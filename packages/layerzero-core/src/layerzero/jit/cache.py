@@ -80,15 +80,11 @@ def is_passing(name: str) -> bool:
     return _PASSING.search(name) is not None
 
 
-def _watched() -> list[Path]:
-    given = [Path(value) for name in VENDOR_FOLDERS if (value := os.environ.get(name))]
-    return [*given, cache_folder() / OWN]
-
-
 def snapshot() -> frozenset[str]:
     """Names directly inside the caches, to tell afterwards what a compile has left behind."""
     found: set[str] = set()
-    for folder in _watched():
+    given = [Path(value) for name in VENDOR_FOLDERS if (value := os.environ.get(name))]
+    for folder in (*given, cache_folder() / OWN):
         try:
             found.update(entry.path for entry in os.scandir(folder))
         except OSError:

@@ -153,7 +153,10 @@ class Queue:
         except Exception:
             _log.exception("compiling %s", words_of(job.artifact))
         finally:
-            self._done(job, place)
+            with self._changed:
+                self._threads.discard(threading.current_thread())
+                if not place.left:
+                    self._leave(job, place)
 
     def _late(self, job: Job, place: _Place) -> None:
         with self._changed:
@@ -163,12 +166,6 @@ class Queue:
             self._leave(job, place)
         if not forgotten:
             self._on_late(job.artifact)
-
-    def _done(self, job: Job, place: _Place) -> None:
-        with self._changed:
-            self._threads.discard(threading.current_thread())
-            if not place.left:
-                self._leave(job, place)
 
     def _leave(self, job: Job, place: _Place) -> None:
         """Give the place back. The lock is held."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -151,7 +152,7 @@ class Believed(NamedTuple):
 def judged(items: list[Measurement], platform: Platform, versions: Callable[[str], tuple[str, str] | None]) -> Believed:
     """The rows of one bucket: which count here, as times or as a ranking, and why the others do not."""
     fitting: list[Measurement] = []
-    doubts: dict[str, int] = {}
+    doubts: Counter[str] = Counter()
     refused: dict[str, Reason] = {}
     wild: list[Measurement] = []
     for item in items:
@@ -168,7 +169,7 @@ def judged(items: list[Measurement], platform: Platform, versions: Callable[[str
         elif doubt is None:
             fitting.append(item)
         else:
-            doubts[doubt] = doubts.get(doubt, 0) + 1
+            doubts[doubt] += 1
     mine = holding([*fitting, *wild], platform)
     here = [item for item in fitting if item in mine]
     # A time too wide to be believed that is ahead of all others even at its slowest: calls of a microsecond on a busy
@@ -177,15 +178,14 @@ def judged(items: list[Measurement], platform: Platform, versions: Callable[[str
     ahead = [item for item in wild if item in mine and item.p95_us < first]
     for item in wild:
         if item not in ahead:
-            doubts[_unsteady(item)] = doubts.get(_unsteady(item), 0) + 1
+            doubts[_unsteady(item)] += 1
     here += [replace(item, median_us=item.p95_us, variance=0.0) for item in ahead]
     own = [(item.kernel_id, us, weight(item)) for item, us in zip(here, _levelled(here), strict=True)]
     spreads = {item.kernel_id: item.spread for item in here}
     similar: dict[Platform, list[Measurement]] = {}
     for item in fitting:
         if not same_platform(item.platform, platform):
-            why = _difference(item.platform, platform)
-            doubts[why] = doubts.get(why, 0) + 1
+            doubts[_difference(item.platform, platform)] += 1
             # The same machine with other threads ranks nothing: what uses them well there may be the slower one here.
             if item.platform.family == platform.family and not _same_machine(item.platform, platform):
                 similar.setdefault(item.platform, []).append(item)
@@ -222,15 +222,13 @@ def _levelled(items: list[Measurement]) -> list[float]:
     if not steady:
         return [item.median_us for item in items]
     best = min(steady, key=lambda item: (item.median_us, item.kernel_id))
+    best_error = median_error(best.variance, best.samples)
     level = []
     for item in items:
-        same = alike(best.median_us, _error(best), item.median_us, _error(item), 0.0)
+        error = median_error(item.variance, item.samples)
+        same = alike(best.median_us, best_error, item.median_us, error, 0.0)
         level.append(best.median_us if same else item.median_us)
     return level
-
-
-def _error(item: Measurement) -> float:
-    return median_error(item.variance, item.samples)
 
 
 def _refusal(item: Measurement) -> Reason:

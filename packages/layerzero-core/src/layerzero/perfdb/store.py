@@ -14,14 +14,16 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from layerzero.errors import CacheCorruptionError
 from layerzero.files import set_aside, user_cache
 from layerzero.perfdb.measurement import FLAT_NAMES, Measurement, Platform, Surroundings, checksum_of, place_of
 from layerzero.reasons import Reason, reason
+
+Result = TypeVar("Result")
 
 APPLICATION = int.from_bytes(b"LZpf", "big")
 """SQLite's application_id, in the first hundred bytes of the file."""
@@ -114,6 +116,7 @@ _INSERT = (
 )
 
 
+_UNREADABLE = (sqlite3.DatabaseError, OverflowError, UnicodeDecodeError)
 _START = 65_536  # bytes that tell whose file it is: the header and the schema of a database are in its first pages
 
 
@@ -137,21 +140,21 @@ class PerfDB:
         rows = [to_row(item) for item in items]
         if not rows:
             return 0
-        for attempt in (1, 2):
-            try:
-                with self.writing() as connection:
-                    connection.executemany(_INSERT, rows)
-                return len(rows)
-            except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
-                if attempt == 2 or not self._damaged(error):
-                    foreign = isinstance(error, _ForeignFile)
-                    raise CacheCorruptionError(
-                        "" if foreign else f"{self.path.name} cannot be written: {error}",
-                        code="PERF_FILE_FOREIGN" if foreign else None,
-                        value=str(self.path) if foreign else str(error),
-                    ) from error
-                self._set_aside(error)
-        raise AssertionError("unreachable")
+
+        def insert() -> None:
+            with self.writing() as connection:
+                connection.executemany(_INSERT, rows)
+
+        try:
+            self._twice(insert, sqlite3.DatabaseError, UnicodeDecodeError)
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            foreign = isinstance(error, _ForeignFile)
+            raise CacheCorruptionError(
+                "" if foreign else f"{self.path.name} cannot be written: {error}",
+                code="PERF_FILE_FOREIGN" if foreign else None,
+                value=str(self.path) if foreign else str(error),
+            ) from error
+        return len(rows)
 
     # -- reading ---------------------------------------------------------------------------------
     def find(self, op: str, bucket: str, *modes: str) -> list[Measurement]:
@@ -193,22 +196,18 @@ class PerfDB:
         """What a query gives; nothing when the file is damaged or missing."""
         if not self.path.exists():
             return []
-        for attempt in (1, 2):
-            try:
-                return self._connection().execute(query, values).fetchall()
-            except (sqlite3.DatabaseError, OverflowError, UnicodeDecodeError) as error:
-                if attempt == 2 or not self._damaged(error):
-                    self._note(error)
-                    return []
-                self._set_aside(error)
-        return []
+        try:
+            return self._twice(lambda: self._connection().execute(query, values).fetchall(), *_UNREADABLE)
+        except _UNREADABLE as error:
+            self._note(error)
+            return []
 
     # -- connections -----------------------------------------------------------------------------
     def _connection(self) -> sqlite3.Connection:
         """This thread's connection in this process; a fork or a replaced file gets a new one."""
-        held = getattr(self._local, "held", None)
-        if held is not None and held[0] == os.getpid() and held[1] == self._identity():
-            return held[2]  # type: ignore[no-any-return]
+        held = self._held()
+        if held is not None and held[0] == self._identity():
+            return held[1]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self._foreign():
             raise _ForeignFile(f"{self.path} was written by something else")
@@ -231,10 +230,15 @@ class PerfDB:
         except BaseException:
             connection.close()
             raise
-        if held is not None and held[0] == os.getpid():
-            held[2].close()
-        self._local.held = (os.getpid(), self._identity(), connection)
+        if held is not None:
+            held[1].close()
+        self._local.held = os.getpid(), (self._identity(), connection)
         return connection
+
+    def _held(self) -> tuple[tuple[int, int] | None, sqlite3.Connection] | None:
+        """The file that this thread has open and its connection; None where it has none, or another process made it."""
+        pid, held = getattr(self._local, "held", (0, None))
+        return held if pid == os.getpid() else None
 
     def _identity(self) -> tuple[int, int] | None:
         try:
@@ -257,12 +261,22 @@ class PerfDB:
             raise
 
     def close(self) -> None:
-        held = getattr(self._local, "held", None)
-        if held is not None and held[0] == os.getpid():
-            held[2].close()
-        self._local.held = None
+        held = self._held()
+        if held is not None:
+            held[1].close()
+        self._local.held = 0, None
 
     # -- damage ----------------------------------------------------------------------------------
+    def _twice(self, work: Callable[[], Result], *errors: type[Exception]) -> Result:
+        """What `work` gives; where one of these errors says that the file is damaged, once more with a fresh one."""
+        try:
+            return work()
+        except errors as error:
+            if not self._damaged(error):
+                raise
+            self._set_aside(error)
+        return work()
+
     def _damaged(self, error: Exception) -> bool:
         """Whether the file itself is wrong, as opposed to locked, out of reach or on a full disk.
 
@@ -295,12 +309,10 @@ class PerfDB:
     def _set_aside(self, error: BaseException) -> None:
         """Move the damaged file away and carry over what can still be read from it."""
         with self._lock:
-            held = getattr(self._local, "held", None)
-            before = self._identity()
-            if held is not None and held[0] == os.getpid():
-                held[2].close()
-                self._local.held = None
-                if held[1] != before:
+            held, before = self._held(), self._identity()
+            if held is not None:
+                self.close()
+                if held[0] != before:
                     return  # another thread or process has replaced it already
             name = set_aside(self.path)
             if not name:

@@ -18,8 +18,7 @@ from layerzero.recording.tally import Tally
 from layerzero.recording.traffic import Recorded, Traffic, add_to_file, read_mapping
 from layerzero.recording.traffic import load as load_traffic
 from layerzero.runtime.state import state
-from layerzero.startup.manifest import Manifest, config_hash, is_manifest, mark_critical
-from layerzero.startup.warm import Warmup, warm
+from layerzero.startup.warm import Manifest, Warmup, config_hash, is_manifest, mark_critical, warm
 
 
 class Recording:

@@ -85,7 +85,11 @@ def take_up(runtime: Runtime, registry: KernelRegistry) -> None:
         _set_aside[file] = quarantine.problems
     versions = {kernel.kernel_id: kernel.version for kernel in registry.kernels.values()} if entries else {}
     meant = [entry for entry in entries if versions.get(entry.kernel_id) == entry.version]
-    here = _signatures() if meant else set()  # devices are looked at only where it matters
+    here: set[str] = set()
+    if meant:  # devices are looked at only where it matters
+        from layerzero.device.probe import probe_devices
+
+        here = {device.signature for device in probe_devices()}
     blocked: dict[str, str] = {}
     for entry in meant:
         if entry.device_signature in here:
@@ -107,12 +111,6 @@ def _judge(quarantine: Quarantine, marker: CrashMarker) -> None:
     times = quarantine.suspect(*key)
     if times >= SUSPECTED:
         quarantine.add(*key, ReasonCode.KERNEL_CRASHED, f"{times} processes ended during the first run of {marker.op}")
-
-
-def _signatures() -> set[str]:
-    from layerzero.device.probe import probe_devices
-
-    return {device.signature for device in probe_devices()}
 
 
 def put(runtime: Runtime, kernel: KernelSpec, device: DeviceSpec, why: Reason) -> bool:

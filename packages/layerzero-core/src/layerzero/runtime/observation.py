@@ -53,11 +53,10 @@ def count_calls(on: bool) -> None:
 
 def families() -> list[Family]:
     """Every metric of the catalogue that has something to say here."""
-    loaded = [*_world(state.world), *_compiled(state.world), *_ranks(state.world)] if state.loaded else []
-    return [*_identity(), *_calls(), *_cold(), *loaded]
+    return [*_counted(), *(_loaded(state.world) if state.loaded else ())]
 
 
-def _identity() -> Iterator[Family]:
+def _counted() -> Iterator[Family]:
     torch = sys.modules.get("torch")
     labels = {
         "version": __version__,
@@ -65,9 +64,6 @@ def _identity() -> Iterator[Family]:
         "python": sys.version.split()[0],
     }
     yield family("layerzero_info", (labels, 1))
-
-
-def _calls() -> Iterator[Family]:
     yield family("layerzero_counting", state.counting is not None)
     calls = counters.calls()
     rows = [({"op": op, "kernel": kernel}, count) for (op, kernel), count in sorted(calls.items())]
@@ -75,9 +71,6 @@ def _calls() -> Iterator[Family]:
     total = sum(calls.values())
     if total:
         yield family("layerzero_hot_hit_ratio", sum(counters.hits().values()) / total)
-
-
-def _cold() -> Iterator[Family]:
     numbers = state.counters.to_json()
     yield family("layerzero_bucketed_hits_total", numbers["bucketed_hits"])
     yield family("layerzero_world_swaps_total", numbers["swaps"])
@@ -92,7 +85,7 @@ def _cold() -> Iterator[Family]:
         yield histogram(f"layerzero_{kind}_seconds", events.histograms[kind])
 
 
-def _world(world: World) -> Iterator[Family]:
+def _loaded(world: World) -> Iterator[Family]:
     yield family("layerzero_hot_entries", len(world.hot))
     yield family("layerzero_kernels", len(world.registry))
     found = {**world.registry.backends, **world.enclosed}
@@ -107,9 +100,6 @@ def _world(world: World) -> Iterator[Family]:
     yield family("layerzero_breaker_state", *breakers)
     yield family("layerzero_quarantined", *(({"kernel": name}, 1) for name in sorted(health.quarantined)))
     yield family("layerzero_unbindable", *(({"kernel": name}, 1) for name in sorted(world.unbindable)))
-
-
-def _compiled(world: World) -> Iterator[Family]:
     states = {"ready": len(world.ready), "failed": len(world.uncompilable)}
     states["pending"] = 0 if state.compiler is None else state.compiler.busy
     yield family("layerzero_jit_artifacts", *(({"state": word}, count) for word, count in states.items()))
@@ -117,13 +107,9 @@ def _compiled(world: World) -> Iterator[Family]:
     if last is not None:
         told = {"asked": last.calls, "bound": last.bound, "failed": len(last.failed), "waiting": last.waiting}
         yield family("layerzero_warmup_calls", *(({"state": word}, count) for word, count in told.items()))
-
-
-def _ranks(world: World) -> Iterator[Family]:
-    ranks = world.ranks
-    if ranks is not None:
-        yield family("layerzero_ranks", ranks.size)
-        yield family("layerzero_rank_disagreements_total", ranks.disagreements)
+    if world.ranks is not None:
+        yield family("layerzero_ranks", world.ranks.size)
+        yield family("layerzero_rank_disagreements_total", world.ranks.disagreements)
 
 
 class Observation(ExitStack):

@@ -21,8 +21,7 @@ from weakref import WeakKeyDictionary
 from layerzero import env
 from layerzero.model.config import Policy
 from layerzero.policy.layers import PolicyLayer, from_env, merge, next_expiry
-from layerzero.runtime.pressure import pressure
-from layerzero.runtime.state import scope, state
+from layerzero.runtime.state import scope, settled, state
 from layerzero.runtime.timers import timers
 
 if TYPE_CHECKING:
@@ -141,13 +140,7 @@ class Scope:
 
         tables = {} if self.table is None else {"table": self.table}
         policy = policies.merged(self.layers) if self.layers else base.policy
-        derived = base.changed(policy=policy, **tables)
-        if derived.policy.backend_isolation or derived.enclosed:
-            from layerzero.runtime.isolated_backends import with_enclosures
-
-            derived = with_enclosures(derived)
-        if derived.policy.memory_headroom_mb is not None:
-            derived = pressure.with_memory(derived)
+        derived = settled(base.changed(policy=policy, **tables))
         self._derived = (base, derived)
         return derived
 
@@ -199,6 +192,7 @@ def entered(layer: PolicyLayer) -> AbstractContextManager[Scope]:
     return _block(adds)
 
 
+_SURROUNDINGS = 16  # scopes that are remembered of one table
 # (layers of the scope around, table) -> the scope: its World, and with it the hot table, outlives one block.
 _by_table: WeakKeyDictionary[DispatchTable, dict[tuple[PolicyLayer, ...], Scope]] = WeakKeyDictionary()
 
@@ -217,6 +211,3 @@ def under_table(table: DispatchTable) -> AbstractContextManager[Scope]:
         return inner
 
     return _block(adds)
-
-
-_SURROUNDINGS = 16

@@ -44,20 +44,18 @@ class ProofRegistry:
 
     def __init__(self) -> None:
         self._lock = fresh_lock()
-        self._shipped: dict[tuple[str, str, str, str], Mapping[str, KitProof]] = {}
-        self._local: dict[Checked, dict[str, float]] = {}
-        self._agreed: set[tuple[Checked, str]] = set()
-        self._learnt = 0
-        self._open: dict[tuple[str, str], tuple[int, int]] = {}  # checks that found out nothing: calls to go, and after
-        self.problems: dict[str, Reason] = {}
+        self.forget()
 
     def forget(self) -> None:
         """Everything but what is on disk; for tests, and where the folder has changed."""
         with self._lock:
-            self._shipped, self._local, self.problems = {}, {}, {}
-            self._agreed = set()
+            self._shipped: dict[tuple[str, str, str, str], Mapping[str, KitProof]] = {}
+            self._local: dict[Checked, dict[str, float]] = {}
+            self._agreed: set[tuple[Checked, str]] = set()
             self._learnt = 0
-            self._open = {}
+            # Checks that found out nothing: calls to go, and after.
+            self._open: dict[tuple[str, str], tuple[int, int]] = {}
+            self.problems: dict[str, Reason] = {}
 
     # -- checks that found out nothing ----------------------------------------------------------------
     def waits(self, kernel: KernelSpec, ctx: Context) -> bool:

@@ -61,12 +61,17 @@ def _merged_policy() -> Policy:
     return policies.merged()
 
 
-def _log_selections() -> None:
-    """LAYERZERO_VERBOSE: every selection is logged, to stderr where the program has set up no logging."""
-    logger = logging.getLogger("layerzero")
-    logger.setLevel(logging.INFO)
-    if not logger.hasHandlers():
-        logger.addHandler(logging.StreamHandler())
+def settled(world: World) -> World:
+    """The World with its isolated backends and free memory worked out, where its policy asks for them."""
+    if world.policy.backend_isolation or world.enclosed:
+        from layerzero.runtime.isolated_backends import with_enclosures
+
+        world = with_enclosures(world)
+    if world.policy.memory_headroom_mb is not None or world.free_memory is not None:
+        from layerzero.runtime.pressure import pressure
+
+        world = pressure.with_memory(world)
+    return world
 
 
 class Runtime:
@@ -120,8 +125,11 @@ class Runtime:
             # Who may come in is policy too: environment, and files that may speak of it, merged.
             allowed, denied = policy.setting("plugins.allow"), policy.setting("plugins.deny")
             settings = env.read()
-            if settings.verbose:
-                _log_selections()
+            if settings.verbose:  # every selection is logged, to stderr where the program has set up no logging
+                logger = logging.getLogger("layerzero")
+                logger.setLevel(logging.INFO)
+                if not logger.hasHandlers():
+                    logger.addHandler(logging.StreamHandler())
             if settings.metrics or settings.trace or settings.log:
                 from layerzero.runtime.observation import from_environment
 
@@ -226,9 +234,10 @@ class Runtime:
             self.health.configure(policy.breaker)
         self.cache.max_entries, self.cache.ttl_s = policy.cache.max_entries, policy.cache.ttl_s
 
-    def unbindable(self, kernel_id: str, why: Reason) -> World:
-        with self._lock:
-            return self.publish(unbindable=MappingProxyType({**self.world.unbindable, kernel_id: why}))
+    def unbindable(self, kernel_id: str, why: Reason, since: int | None = None) -> None:
+        """Leave a kernel alone whose adapter cannot be imported; `since`: the generation in which that was tried."""
+        since = self.generation if since is None else since
+        self.publish_since(since, lambda world: {"unbindable": MappingProxyType({**world.unbindable, kernel_id: why})})
 
     def changing(self) -> threading.RLock:
         """The lock under which Worlds are swapped, for a change that reads the present one first."""
@@ -248,14 +257,7 @@ class Runtime:
             return None if self._world is None else self.publish(tally=tally)
 
     def _install(self, world: World) -> World:
-        if world.policy.backend_isolation or world.enclosed:
-            from layerzero.runtime.isolated_backends import with_enclosures
-
-            world = with_enclosures(world)
-        if world.policy.memory_headroom_mb is not None or world.free_memory is not None:
-            from layerzero.runtime.pressure import pressure
-
-            world = pressure.with_memory(world)
+        world = settled(world)
         health = self.health.snapshot()
         if world.health.version != health.version:
             world = world.changed(health=health)

@@ -84,8 +84,6 @@ in_child(timers.forget)
 def on_miss(runtime: Runtime) -> bool:
     """On the cold path: half-open what needs no self test; True when that changed the World."""
     health = runtime.health
-    if health.next_deadline() is None:
-        return False
     due = health.due()
     plain = [item for item in due if not has_self_test(runtime, _backend(runtime, *item))]
     if len(plain) < len(due):  # the timer's thread may be gone (a fork) or late: see that one is under way

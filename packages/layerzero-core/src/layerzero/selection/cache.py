@@ -295,12 +295,11 @@ class SelectionCache(Generic[K, V]):
             self._resize(-gone)
         elif self.ttl_s is not None:
             moment = self._clock()
-            late = [
-                key
-                for key, _ in itertools.takewhile(
-                    lambda item: item[1].expires_at is not None and moment >= item[1].expires_at, shard.entries.items()
-                )
-            ]
+            late = []
+            for key, entry in shard.entries.items():
+                if entry.expires_at is None or moment < entry.expires_at:
+                    break
+                late.append(key)
             for key in late:
                 del shard.entries[key]
             if late:

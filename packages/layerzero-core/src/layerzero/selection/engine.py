@@ -163,7 +163,7 @@ def _ranked(
         told = {}
     unsure = max([noise, *(found.noise for found in told.values())])
     places = by_expectation([_place(item, ctx, told) for item in fitting], unsure) if told else {}
-    order: list[tuple[tuple[int, float, bool, str], _Ranked]] = []
+    found: list[_Ranked] = []
     for item, measured in zip(fitting, times, strict=True):
         kernel = item.kernel
         expected = told.get(kernel.kernel_id)
@@ -174,12 +174,10 @@ def _ranked(
             expected_of = kernel.priority if fixed else kernel.prior(ctx)
             priority = min(expected_of, below) if measured is None else level
             total, parts = score(priority, item.bonus, measured, fastest, () if fixed else item.transforms, noise)
-        entry = _Ranked(
-            kernel.kernel_id, kernel.backend, total, parts, measured, item.transforms, item.preferred, expected
+        found.append(
+            _Ranked(kernel.kernel_id, kernel.backend, total, parts, measured, item.transforms, item.preferred, expected)
         )
-        order.append((rank(total, kernel.kernel_id, item.preferred), entry))
-    order.sort()  # kernel ids are unique, so the entries themselves are never compared
-    found = [entry for _, entry in order]
+    found.sort(key=lambda entry: rank(entry.score, entry.kernel_id, entry.preferred))
     if locked is not None and world.policy.on_fault == "fallback":
         # The lock leads the ranking; the rest stand by in case it fails.
         found.sort(key=lambda item: item.kernel_id != locked)

@@ -2,36 +2,135 @@
 
 Critical calls block; the rest is compiled by the queue beside the requests. Whatever is not ready in time is left to
 the fallback, as selection says.
+
+A manifest names the calls of a deployment and which are critical, in a JSON file people may edit. It names the model
+and holds the hash of the configuration it was made from, so that one left over from another model is noticed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
+import json
 import logging
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from layerzero.dispatch import compiling as jit
-from layerzero.errors import LayerZeroError
+from layerzero.dispatch.beside import compile_elsewhere, compiles_elsewhere
+from layerzero.dispatch.bind import bind
+from layerzero.dispatch.decide import decide
+from layerzero.dispatch.first_use import ahead
+from layerzero.errors import ConfigurationError, LayerZeroError
+from layerzero.files import write_whole
 from layerzero.jit import cache as jit_cache
 from layerzero.model.artifact import Artifact, words_of
 from layerzero.model.context import Context
 from layerzero.model.variants import twins
 from layerzero.policy.rules import matches_any
 from layerzero.reasons import Reason, reason
-from layerzero.recording.traffic import volume
+from layerzero.recording.traffic import Recorded, call_to_json, calls_from_json, read_mapping, volume
 from layerzero.runtime.state import state
+from layerzero.selection.engine import select
 from layerzero.selection.filter import artifact_for
 from layerzero.selection.world import World, unchecked
-from layerzero.startup.manifest import Item
 
 _log = logging.getLogger("layerzero.jit")
 _ROUNDS = 4  # a critical call whose kernel fails gets its next one, so often
+FORMAT = "layerzero-warmup/1"
+_SHARE = 0.9  # of recorded calls: those that make up this share of the traffic block, the rest follows
+_DECODE_TOKENS = 64  # of a model's calls: those of so few tokens are decode steps, which every request waits for
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One call to be ready for."""
+
+    context: Context
+    critical: bool = False
+    strides: tuple[tuple[int, ...] | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Calls to be ready for, critical ones first."""
+
+    items: tuple[Item, ...]
+    model_id: str = ""
+    config_hash: str = ""
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        calls = [call_to_json(item, "critical") for item in self.items]
+        head = {"format": FORMAT, "model_id": self.model_id, "config_hash": self.config_hash}
+        write_whole(Path(path), json.dumps({**head, "calls": calls}, indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Manifest:
+        """Read the file. Raises ConfigurationError for one that is missing, damaged or of another kind."""
+        data = read_mapping(path)
+        if data.get("format") != FORMAT or not isinstance(data.get("calls"), list):
+            raise ConfigurationError(
+                f"{Path(path).name}: no warm-up manifest", code="SCHEMA_VERSION_UNKNOWN",
+                value=str(data.get("format")), limit=FORMAT,
+            )  # fmt: skip
+
+        def item(context: Context, entry: dict[str, Any], strides: Any) -> Item:
+            if not isinstance(entry["critical"], bool):
+                raise ValueError(f"critical is {entry['critical']!r}, expected true or false")
+            return Item(context, entry["critical"], strides)
+
+        items = calls_from_json(path, data["calls"], item)
+        return Manifest(_ordered(items), str(data.get("model_id", "")), str(data.get("config_hash", "")))
+
+    def require(self, config: Mapping[str, Any]) -> None:
+        """Raise when this manifest was made from another configuration than this one."""
+        found = config_hash(config)
+        if self.config_hash and found != self.config_hash:
+            raise ConfigurationError(
+                "the manifest was made from another model configuration", code="CONFIG_INVALID",
+                value=f"config {found[:12]}", limit=f"config {self.config_hash[:12]}",
+                hint="make it again: lz warmup CONFIG --write MANIFEST",
+            )  # fmt: skip
+
+
+def is_manifest(path: str | os.PathLike[str]) -> bool:
+    """Whether a file calls itself a warm-up manifest."""
+    name = Path(path)
+    return name.is_file() and name.suffix == ".json" and read_mapping(path).get("format") == FORMAT
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """sha256 of a model configuration, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def mark_critical(calls: Iterable[Recorded]) -> tuple[Item, ...]:
+    """Which calls everybody waits for: of recorded ones the most frequent, of a model's the decode steps."""
+    given = sorted(calls, key=lambda call: -call.count)
+    recorded = len({call.count for call in given}) > 1
+    total, seen = sum(call.count for call in given), 0
+    items = []
+    for call in given:
+        critical = seen < _SHARE * total if recorded else _tokens(call.context) <= _DECODE_TOKENS
+        seen += call.count
+        items.append(Item(call.context, critical, call.strides))
+    return _ordered(items)
+
+
+def _tokens(ctx: Context) -> int:
+    rows = ctx.dim("rows") or ctx.dim("tokens")
+    return rows if rows is not None else (ctx.dim("batch") or 1) * (ctx.dim("seq_len_q") or 1)
+
+
+def _ordered(items: Iterable[Item]) -> tuple[Item, ...]:
+    return tuple(sorted(items, key=lambda item: not item.critical))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +206,7 @@ Told = Callable[[int, int], None]
 Kernels = Sequence[str] | Callable[[Context], list[str]]
 
 
+@jit.short_turns()
 def warm(
     items: Sequence[Item],
     *,
@@ -121,13 +221,6 @@ def warm(
     choose. A function gives the very kernels of each call, which are then compiled and neither proven nor bound: for a
     tuning that follows. `told(done, all)` hears of progress, from any thread.
     """
-    with jit.short_turns():
-        return _warm(items, kernels, timeout_s, workers, told)
-
-
-def _warm(
-    items: Sequence[Item], kernels: Kernels, timeout_s: float | None, workers: int | None, told: Told | None
-) -> Warmup:
     started = time.monotonic()
     deadline = None if timeout_s is None else started + timeout_s
     state.warmup = result = Warmup(calls=len(items), items=tuple(items))
@@ -205,8 +298,6 @@ def _jobs(items: Sequence[Item], kernels: Kernels, result: Warmup, *, urgent: bo
 
 def _wanted(ctx: Context, world: World, kernels: Sequence[str]) -> list[str]:
     """Kernels to have ready for a call: the one selection waits for, the compiled one it chose, and those named."""
-    from layerzero.selection.engine import select
-
     decision = select(ctx, world)
     wanted = list(decision.pending[:1])
     chosen = world.registry.kernels.get(decision.chosen)
@@ -241,7 +332,6 @@ def each_once(names: list[str], world: World) -> list[str]:
 
 def _compile(job: _Job, result: Warmup, told: Told | None) -> None:
     """In a thread of the queue: build the call's tensors, compile, and write down what became of it."""
-    from layerzero.dispatch.beside import compile_elsewhere, compiles_elsewhere
     from layerzero.tuning.inputs import build
 
     if job.began != state.generation:
@@ -270,9 +360,6 @@ def _compile(job: _Job, result: Warmup, told: Told | None) -> None:
 
 def _prove(ctx: Context) -> None:
     """Hold the kernel a call would run against the baseline on a drawn example, so that no request waits for that."""
-    from layerzero.dispatch.bind import bind
-    from layerzero.dispatch.run import decide
-
     checked: set[str] = set()
     while True:  # ends: each kernel is checked once; one that is wrong makes way for the next
         world = state.world
@@ -281,8 +368,6 @@ def _prove(ctx: Context) -> None:
         kernel = world.registry.kernels.get(decision.chosen)
         if kernel is None or kernel.kernel_id in checked or not unchecked(spec, kernel, ctx, world):
             return
-        from layerzero.dispatch.first_use import ahead
-
         checked.add(kernel.kernel_id)
         try:
             ahead(spec, ctx, world, bind(spec, decision, world))
@@ -293,9 +378,6 @@ def _prove(ctx: Context) -> None:
 
 def _bind(ctx: Context) -> int:
     """Make the choice for a critical call and import its kernel, so that no request pays for that."""
-    from layerzero.dispatch.bind import bind
-    from layerzero.dispatch.run import decide
-
     world = state.world
     try:
         decision = decide(world.ops[ctx.op], ctx, world)
