@@ -18,9 +18,10 @@ from layerzero._ops.signature import public_op
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
 from layerzero.tuning.inputs import build
+from layerzero.tuning.truth import UNLIKELY, chi_square
 from layerzero_cli.root import cli
 from layerzero_models.drafts.kernels import judge_chain, judge_tree
-from layerzero_verify.testing.statistics import UNLIKELY, chi_square, counts_of
+from layerzero_verify.testing.run import counts_of
 
 PROVE = os.environ.get("LAYERZERO_PROVE") == "1"
 V = 3

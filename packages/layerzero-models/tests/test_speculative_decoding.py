@@ -13,11 +13,12 @@ from torch import nn
 import layerzero as lz
 from layerzero.errors import ConfigurationError, InvalidInputError
 from layerzero.model.kernel import Limit
+from layerzero.tuning.truth import UNLIKELY, chi_square
 from layerzero_models import plugin
 from layerzero_models.speculative import SpeculativeConfig, SpeculativeDecoder, decode
 from layerzero_models.speculative.decoder import compare
 from layerzero_models.speculative.tree import TreeDecoder, tree_of
-from layerzero_verify.testing.statistics import UNLIKELY, chi_square, counts_of
+from layerzero_verify.testing.run import counts_of
 
 PROVE = os.environ.get("LAYERZERO_PROVE") == "1"
 

@@ -9,7 +9,8 @@ import torch
 
 import layerzero as lz
 from layerzero.numerics import assert_close, tolerance
-from layerzero_verify.testing.statistics import UNLIKELY, chi_square, counts_of
+from layerzero.tuning.truth import UNLIKELY, chi_square
+from layerzero_verify.testing.run import counts_of
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,8 @@ import torch
 import layerzero as lz
 from layerzero.errors import InvalidInputError
 from layerzero.numerics import assert_close, tolerance
-from layerzero_verify.testing.statistics import UNLIKELY, chi_square, counts_of
+from layerzero.tuning.truth import UNLIKELY, chi_square
+from layerzero_verify.testing.run import counts_of
 
 INF, NAN = math.inf, math.nan
 BACKENDS = ("reference", "torch")

@@ -20,7 +20,7 @@ from layerzero_verify import models
 from layerzero_verify.layers import Fed, fed, own_error
 from layerzero_verify.lineup import Caller, LineUp
 from layerzero_verify.models import Events, Model, applied, hooked, ran, watched
-from layerzero_verify.report import Check, StageDiff, StageError, Status, blamed
+from layerzero_verify.report import Check, StageDiff, StageError, Status, localise
 from layerzero_verify.thresholds import LAYER, LOGITS, TRAINING, gradient, limit
 
 
@@ -120,7 +120,7 @@ def _explained(check: Check, model: Model, inputs: dict[str, Tensor], call: Call
     rows, first = stages_of(model, inputs, call)
     if first is None:
         return check
-    fault = blamed(rows)
+    fault = localise(rows)
     logits = "" if check.first is None else f"the logits first differ at {list(check.first.index)}"
     fault["detail"] = "; ".join(word for word in (fault["detail"], logits, check.detail) if word)
     return replace(check, first=first.first, **fault)
@@ -268,7 +268,7 @@ def check_stages(name: str, model: Model, line_up: LineUp, device: torch.device,
     found: dict[str, Any] = {"max_abs": worst.max_abs, "threshold": worst.threshold, "stages": tuple(rows)}
     check = Check(3, "stage diff", Status.OK, **found, served=call.served, **call.where)
     if first is not None:
-        check = replace(check, status=Status.FAIL, first=first.first, **{**blamed(rows), "component": ""})
+        check = replace(check, status=Status.FAIL, first=first.first, **{**localise(rows), "component": ""})
     yield check
 
 

@@ -85,13 +85,11 @@ class Bench:
         return (case for case in cases_of(group, self.spec) if case.dtype in self.dtypes)
 
     def plain(self) -> Case | None:
-        """The first plain case, None where the kit has none."""
         found = [group for group in self.groups() if group.name not in _RANDOM]
         ordered = sorted(found, key=lambda group: group.name != "result")
         return next((case for group in ordered for case in self.cases(group)), None)
 
     def arguments(self, case: Case) -> tuple[Any, ...]:
-        """Fresh canonical arguments; another seed gives other numbers."""
         return case.arguments(self.device, self.seed)
 
     # -- calls ---------------------------------------------------------------------------------------
@@ -120,7 +118,6 @@ class Bench:
         return truth(self.op, args)
 
     def at(self, case: Case, group: str) -> dict[str, str]:
-        """Where a check of a case belongs."""
         return {**self.where, "stage": f"{group}: {case.label}", "dtype": case.dtype}
 
     def bound(self, case: Case, k: int | None = None) -> Tolerance:
@@ -150,7 +147,6 @@ class Bench:
             yield left, right, bound, f"result {index}" if len(got) > 1 else ""
 
     def _random(self, case: Case) -> Iterator[Compared]:
-        """Equal seeds give equal results, other seeds others."""
         runs = []
         for turn, seed in enumerate((1, 1, 2)):
             given = self.arguments(case)
@@ -168,7 +164,6 @@ class Bench:
         yield runs[1], runs[0], SAME, "equal seeds gave different results"
 
     def backward(self) -> Iterator[Check]:
-        """Gradients of all floating inputs, where backward is declared."""
         if "backward" not in self.spec.features:
             yield skipped(1, "backward", "not declared", **self.where)
             return
@@ -354,7 +349,6 @@ def _promise(
 
 @_promise("inputs unchanged", "inputs")
 def _untouched(bench: Bench, case: Case) -> Iterator[Compared]:
-    """The kernel leaves its inputs bit for bit as they were."""
     args = bench.arguments(case)
     before = [item.clone() if isinstance(item, Tensor) else None for item in args]
     with torch.no_grad():
@@ -440,7 +434,6 @@ def window(bench: Bench, case: Case) -> Iterator[Compared]:
 
 @_promise("sliding window", "sliding window", lambda bench: _windowed(bench, "wider than the sequence", (64, 64)))
 def _wide_window(bench: Bench, case: Case) -> Iterator[Compared]:
-    """A window wider than the sequence is no window."""
     args = bench.arguments(case)
     same = bench.arguments(replace(case, given={**case.given, "window": None}))
     with torch.no_grad():

@@ -20,7 +20,7 @@ from layerzero_verify.block import CONFIGS, Config, LayerWeights, from_transform
 from layerzero_verify.lineup import Caller, LineUp
 from layerzero_verify.models import Model
 from layerzero_verify.oracles import Truth, cast, rope_tables
-from layerzero_verify.report import CONSUMERS, OPS, Check, StageDiff, StageError, Status, bare, blamed
+from layerzero_verify.report import CONSUMERS, OPS, Check, StageDiff, StageError, Status, bare, localise
 from layerzero_verify.thresholds import LAYER, limit
 
 _BATCH, _LENGTH, _PROMPT = 2, 13, 6
@@ -149,12 +149,12 @@ def _judged(
         sound = report.shape_ok and report.nan_agree and report.inf_agree
         largest = report.max_abs if sound else float("inf")
         rows.append(StageDiff(stage, op, kernel, largest, report.tolerance.atol, report.ok))
-    if all(row.ok for row in rows):
+    fault = localise(rows)
+    if not fault:
         worst = max(rows, key=lambda row: row.max_abs)
         found: dict[str, Any] = {"max_abs": worst.max_abs, "threshold": worst.threshold, "stages": tuple(rows)}
         used = max(report.used for report in reports.values())
         return Check(call.level, name, Status.OK, used=used, **found, **call.where)
-    fault = blamed(rows)
     if makers:
         rule = "the gradients after this stage are right, its own is not"
         fault |= {"component": f"backward of {fault['op']}", "detail": rule}

@@ -355,39 +355,26 @@ _RULES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Where a computation begins to differ, and which component that points to."""
-
-    stage: str
-    component: str
-    rule: str
-
-
 def bare(stage: str) -> str:
     """A stage's own name: "layer 1 q_rope" gives "q_rope"."""
     return stage.rpartition(" ")[2]
 
 
-def localise(stages: Sequence[StageDiff]) -> Finding | None:
-    """The first stage that differs decides; None when all agree. Stages come in the order they were computed."""
+def localise(stages: Sequence[StageDiff]) -> dict[str, Any]:
+    """Fields of a check of stages: the first that differs decides whom to blame; nothing when all agree.
+
+    Stages come in the order they were computed.
+    """
     wrong = next((item for item in stages if not item.ok), None)
     if wrong is None:
-        return None
+        return {}
     component = _TABLE.get(bare(wrong.stage), ("", "unknown component"))[1]
-    return Finding(wrong.stage, component, _RULES.get(component, ""))
-
-
-def blamed(stages: Sequence[StageDiff]) -> dict[str, Any]:
-    """What a check says of stages that differ: op and kernel of the first, and the component that points to."""
-    wrong, finding = next(item for item in stages if not item.ok), localise(stages)
-    assert finding is not None
     return {
         "op": wrong.op,
         "kernel": wrong.kernel,
         "stage": wrong.stage,
-        "component": finding.component,
-        "detail": finding.rule,
+        "component": component,
+        "detail": _RULES.get(component, ""),
         "stages": tuple(stages),
         "flags": red_flags(stages),
     }

@@ -72,7 +72,6 @@ def _files(lang: str, new_op: bool) -> dict[str, str]:
 
 
 def _capabilities(module: str, ops: dict[str, dict[str, Any]], lang: str, priority: int) -> str:
-    """The text of capabilities.json."""
     word = "plain" if lang == "python" else lang
     said = "Plain PyTorch; replace it with yours" if lang == "python" else "A working start; replace it with yours"
     more = {"vendor": _TRITON} if lang == "triton" else {}

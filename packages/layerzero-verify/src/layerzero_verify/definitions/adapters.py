@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,7 +132,6 @@ def is_causal(definition: Definition) -> bool:
     return re.search(r"non_?causal|bidirectional", definition.name) is None
 
 
-_PAGED = ("kv_last_page_len", "sm_scale")
 _LOGITS = ("routing_logits", "gating_output", "router_logits")
 _ROUTING = (*_LOGITS, "routing_bias", "routed_scaling_factor", "local_expert_offset", "topk_ids", "topk_weights")
 
@@ -205,33 +205,29 @@ def _sampling(definition: Definition) -> Adapter:
 
 
 # -- attention: pages as tables, and the log-sum-exp in base 2 ------------------------------------
-def _paged_batch(inputs: Inputs, page_size: int) -> Any:
-    tables, tokens = block_tables(inputs, page_size)
-    queries = lengths_of(inputs["qo_indptr"]) if "qo_indptr" in inputs else None
-    return paged_batch(tables, tokens, query_lens=queries)
-
-
 def _outputs(definition: Definition, result: Any) -> Any:
     """(out, lse), the lse in base 2 as the definitions have it, as many as the definition wants."""
     out, lse = result
     return (out, lse / math.log(2.0))[: len(definition.outputs)]
 
 
-def _gqa_paged(definition: Definition) -> Adapter:
-    """Paged attention with shared heads: decode without `qo_indptr`, prefill with it."""
-    takes(definition, ("q", "k_cache", "v_cache", "kv_indptr", "kv_indices"), ("qo_indptr", *_PAGED))
-    _only_causal(definition)
+def _paged(kind: str, tensors: tuple[str, ...], more: tuple[str, ...], definition: Definition) -> Adapter:
+    """Attention over pages: decode without `qo_indptr`, prefill with it."""
+    takes(definition, (*tensors, "kv_indptr", "kv_indices", *more), ("qo_indptr", "kv_last_page_len", "sm_scale"))
+    if not is_causal(definition):
+        raise Unsupported(f"{definition.name}: paged attention is causal here", value="attention that is not causal")
 
     def call(op: Op, i: Inputs) -> Any:
-        batch = _paged_batch(i, i["k_cache"].shape[1])
-        result = op(i["q"], i["k_cache"], i["v_cache"], batch, scale=i.get("sm_scale"), return_lse=True)
+        tables, tokens = block_tables(i, i[tensors[-1]].shape[1])
+        queries = lengths_of(i["qo_indptr"]) if "qo_indptr" in i else None
+        batch = paged_batch(tables, tokens, query_lens=queries)
+        result = op(*(i[name] for name in tensors), batch, scale=i.get("sm_scale"), return_lse=True)
         return _outputs(definition, result)
 
-    return Adapter("paged_attention", call)
+    return Adapter(kind, call)
 
 
 def _gqa_ragged(definition: Definition) -> Adapter:
-    """Attention over packed sequences."""
     takes(definition, ("q", "k", "v", "qo_indptr", "kv_indptr"), ("sm_scale",))
     causal = is_causal(definition)
 
@@ -243,25 +239,6 @@ def _gqa_ragged(definition: Definition) -> Adapter:
         return _outputs(definition, result)
 
     return Adapter("varlen_attention", call)
-
-
-def _mla_paged(definition: Definition) -> Adapter:
-    """Latent attention over pages."""
-    main = ("q_nope", "q_pe", "ckv_cache", "kpe_cache", "kv_indptr", "kv_indices", "sm_scale")
-    takes(definition, main, ("qo_indptr", *_PAGED))
-    _only_causal(definition)
-
-    def call(op: Op, i: Inputs) -> Any:
-        batch = _paged_batch(i, i["ckv_cache"].shape[1])
-        result = op(i["q_nope"], i["q_pe"], i["ckv_cache"], i["kpe_cache"], batch, scale=i["sm_scale"], return_lse=True)
-        return _outputs(definition, result)
-
-    return Adapter("mla_paged_attention", call)
-
-
-def _only_causal(definition: Definition) -> None:
-    if not is_causal(definition):
-        raise Unsupported(f"{definition.name}: paged attention is causal here", value="attention that is not causal")
 
 
 # -- experts -------------------------------------------------------------------------------------
@@ -319,10 +296,10 @@ def _count(definition: Definition, constant: str, word: str) -> int:
 ADAPTERS: Mapping[str, Callable[[Definition], Adapter]] = {
     "rmsnorm": _norm,
     "fused_add_rmsnorm": _norm,
-    "gqa_paged": _gqa_paged,
+    "gqa_paged": partial(_paged, "paged_attention", ("q", "k_cache", "v_cache"), ()),
     "gqa_ragged": _gqa_ragged,
     "mla_ragged": _gqa_ragged,
-    "mla_paged": _mla_paged,
+    "mla_paged": partial(_paged, "mla_paged_attention", ("q_nope", "q_pe", "ckv_cache", "kpe_cache"), ("sm_scale",)),
     "moe": _moe,
     "gemm": _gemm,
     "sampling": _sampling,

@@ -289,7 +289,6 @@ class _Subject:
 
 
 def _check_values(bench: Bench, subject: _Subject) -> Iterator[Started | Outcome]:
-    """Solutions whose numbers are compared one by one."""
     yield Started(REFERENCE, bench.workload)
     own, reference = _reference(bench, subject.code)
     yield own

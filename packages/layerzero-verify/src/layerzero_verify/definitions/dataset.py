@@ -91,7 +91,6 @@ class Dataset:
         return [trace for _, trace in good], bad
 
     def traces_path(self, definition: Definition) -> Path:
-        """The file that new traces of a definition belong in."""
         return self.root / "traces" / definition.op_type / f"{definition.name}.jsonl"
 
     def strays(self) -> tuple[list[str], list[Problem]]:

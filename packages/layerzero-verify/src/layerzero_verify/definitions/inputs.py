@@ -244,14 +244,11 @@ def _cos_sin_cache(make: Maker, name: str, shape: tuple[int, ...] | None) -> Ten
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
-def _table(function: Callable[[Tensor], Tensor]) -> Callable[[Maker, str, tuple[int, ...] | None], Tensor]:
-    def make_table(make: Maker, name: str, shape: tuple[int, ...] | None) -> Tensor:
-        *leading, rows, width = shape or (1, 2)
-        full = width == make.width("q", "query")  # one angle per element, both halves alike
-        table = function(_angles(rows, width // 2 if full else width))
-        return (torch.cat((table, table), dim=-1) if full else table).expand(*leading, rows, width).contiguous()
-
-    return make_table
+def _table(make: Maker, shape: tuple[int, ...] | None, function: Callable[[Tensor], Tensor]) -> Tensor:
+    *leading, rows, width = shape or (1, 2)
+    full = width == make.width("q", "query")  # one angle per element, both halves alike
+    table = function(_angles(rows, width // 2 if full else width))
+    return (torch.cat((table, table), dim=-1) if full else table).expand(*leading, rows, width).contiguous()
 
 
 # -- experts -------------------------------------------------------------------------------------
@@ -283,8 +280,8 @@ _ROLES: Mapping[str, Role] = {
     "kv_indices": _kv_indices,
     "sm_scale": _sm_scale,
     "cos_sin_cache": _cos_sin_cache,
-    "cos": _table(torch.cos),
-    "sin": _table(torch.sin),
+    "cos": lambda make, name, shape: _table(make, shape, torch.cos),
+    "sin": lambda make, name, shape: _table(make, shape, torch.sin),
     **dict.fromkeys(
         ("positions", "position_ids"),
         lambda make, name, shape: make.whole(name, shape, 0, make.length("cos_sin_cache", "cos") or 4096),

@@ -296,7 +296,6 @@ class Outcome:
         return Trace(self.definition, self.workload, self.solution, evaluation)
 
     def metrics(self) -> dict[str, Any]:
-        """The numbers of each output: errors, cosine, mse, hit ratio, and the worst places."""
         found = {name: value for name, value in self.extra.items() if name not in ("max_abs", "max_rel")}
         for output, report in self.errors.items():
             found[output] = {name: finite(getattr(report, name)) for name in _METRICS}

@@ -8,10 +8,10 @@ it; what writes in place gets copies.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -38,33 +38,26 @@ _WIDTHS = (64, 128, 256)
 _ROTARY = 16
 
 
-def _norm(module: str) -> Callable[[Definition, Inputs], Any]:
+def _norm(module: str, definition: Definition, i: Inputs) -> Any:
     """rmsnorm, fused_add_rmsnorm and their Gemma kin have one spelling in both libraries."""
-
-    def run(definition: Definition, i: Inputs) -> Any:
-        library, eps = import_module(module), epsilon(definition, i)
-        kin = "gemma_" if "gemma" in definition.name else ""
-        if "residual" not in i:
-            return getattr(library, f"{kin}rmsnorm")(i[first_of(definition, *NORMED)], i["weight"], eps)
-        out, residual = i[first_of(definition, *NORMED)].clone(), i["residual"].clone()
-        getattr(library, f"{kin}fused_add_rmsnorm")(out, residual, i["weight"], eps)
-        return (out, residual)[: len(definition.outputs)]
-
-    return run
+    library, eps = import_module(module), epsilon(definition, i)
+    kin = "gemma_" if "gemma" in definition.name else ""
+    if "residual" not in i:
+        return getattr(library, f"{kin}rmsnorm")(i[first_of(definition, *NORMED)], i["weight"], eps)
+    out, residual = i[first_of(definition, *NORMED)].clone(), i["residual"].clone()
+    getattr(library, f"{kin}fused_add_rmsnorm")(out, residual, i["weight"], eps)
+    return (out, residual)[: len(definition.outputs)]
 
 
-def _rope(module: str) -> Callable[[Definition, Inputs], Any]:
-    def run(definition: Definition, i: Inputs) -> Any:
-        if "cos_sin_cache" not in i:
-            raise NotImplementedError("only the form with cos_sin_cache and positions")
-        _expect_rotary(i["cos_sin_cache"].shape[-1])
-        q, k = i["q"].clone(), i["k"].clone()
-        neox = bool(i.get("is_neox", not any(word in definition.name for word in ("gptj", "gpt_j", "interleave"))))
-        rotate = import_module(module).apply_rope_with_cos_sin_cache_inplace
-        rotate(i["positions"], q.flatten(1), k.flatten(1), q.shape[-1], i["cos_sin_cache"], neox)
-        return q, k
-
-    return run
+def _rope(module: str, definition: Definition, i: Inputs) -> Any:
+    if "cos_sin_cache" not in i:
+        raise NotImplementedError("only the form with cos_sin_cache and positions")
+    _expect_rotary(i["cos_sin_cache"].shape[-1])
+    q, k = i["q"].clone(), i["k"].clone()
+    neox = bool(i.get("is_neox", not any(word in definition.name for word in ("gptj", "gpt_j", "interleave"))))
+    rotate = import_module(module).apply_rope_with_cos_sin_cache_inplace
+    rotate(i["positions"], q.flatten(1), k.flatten(1), q.shape[-1], i["cos_sin_cache"], neox)
+    return q, k
 
 
 def _expect_rotary(width: int) -> None:
@@ -74,17 +67,14 @@ def _expect_rotary(width: int) -> None:
         raise NotImplementedError(f"rotary_dim {width}; the library's kernel is for multiples of {_ROTARY}")
 
 
-def _sampling(module: str) -> Callable[[Definition, Inputs], Any]:
-    def run(definition: Definition, i: Inputs) -> Any:
-        library, names = import_module(module), [name for name in ("top_k", "top_p") if name in i]
-        if "min_p" in i:
-            raise NotImplementedError("not with min_p")
-        function = getattr(library, "_".join((*names, "sampling_from_probs")), None)
-        if function is None:
-            raise NotImplementedError(f"{module} has no sampling by {' and '.join(names) or 'probabilities alone'}")
-        return function(i["probs"], *(i[name] for name in names)).to(torch.int64)
-
-    return run
+def _sampling(module: str, definition: Definition, i: Inputs) -> Any:
+    library, names = import_module(module), [name for name in ("top_k", "top_p") if name in i]
+    if "min_p" in i:
+        raise NotImplementedError("not with min_p")
+    function = getattr(library, "_".join((*names, "sampling_from_probs")), None)
+    if function is None:
+        raise NotImplementedError(f"{module} has no sampling by {' and '.join(names) or 'probabilities alone'}")
+    return function(i["probs"], *(i[name] for name in names)).to(torch.int64)
 
 
 # -- FlashInfer's attention: planned for the batch, then run ---------------------------------------
@@ -159,21 +149,21 @@ def _moe(definition: Definition, i: Inputs) -> Any:
 
 
 FLASHINFER: Mapping[str, Callable[[Definition, Inputs], Any]] = {
-    "rmsnorm": _norm("flashinfer.norm"),
-    "fused_add_rmsnorm": _norm("flashinfer.norm"),
+    "rmsnorm": partial(_norm, "flashinfer.norm"),
+    "fused_add_rmsnorm": partial(_norm, "flashinfer.norm"),
     "gqa_paged": _gqa_paged,
     "gqa_ragged": _gqa_ragged,
     "mla_ragged": _gqa_ragged,
     "mla_paged": _mla_paged,
-    "sampling": _sampling("flashinfer.sampling"),
-    "rope": _rope("flashinfer.rope"),
+    "sampling": partial(_sampling, "flashinfer.sampling"),
+    "rope": partial(_rope, "flashinfer.rope"),
 }
 SGLANG: Mapping[str, Callable[[Definition, Inputs], Any]] = {
-    "rmsnorm": _norm("sgl_kernel"),
-    "fused_add_rmsnorm": _norm("sgl_kernel"),
+    "rmsnorm": partial(_norm, "sgl_kernel"),
+    "fused_add_rmsnorm": partial(_norm, "sgl_kernel"),
     "moe": _moe,
-    "sampling": _sampling("sgl_kernel"),
-    "rope": _rope("sgl_kernel"),
+    "sampling": partial(_sampling, "sgl_kernel"),
+    "rope": partial(_rope, "sgl_kernel"),
 }
 
 
@@ -199,7 +189,7 @@ def find_truths(definition: Definition, device: torch.device) -> tuple[list[Trut
     for source, table in (("flashinfer", FLASHINFER), ("sglang", SGLANG)):
         refused = _refusal(source, table, definition, device)
         if refused is None:
-            run = functools.partial(table[definition.op_type], definition)
+            run = partial(table[definition.op_type], definition)
             found.append(Truth(source, run))
         else:
             missing[source] = refused
@@ -208,7 +198,7 @@ def find_truths(definition: Definition, device: torch.device) -> tuple[list[Trut
         missing["pytorch"] = reason("FEATURE_UNSUPPORTED", definition.op_type, detail="PyTorch has no op for it")
     elif not found:
         assert plain is not None
-        found.append(Truth("pytorch", functools.partial(plain, definition), partial=definition.op_type in _PARTIAL))
+        found.append(Truth("pytorch", partial(plain, definition), partial=definition.op_type in _PARTIAL))
     return found, missing
 
 

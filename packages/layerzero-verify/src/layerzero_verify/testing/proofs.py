@@ -61,7 +61,6 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> Any:
-        """Look at each test that ran."""
         report = yield
         if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
             self.counts[report.outcome] += 1

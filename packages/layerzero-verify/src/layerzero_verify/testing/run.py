@@ -103,3 +103,8 @@ def check(kit: Kit, case: Case) -> None:
     with torch.no_grad():
         result = call(kit, case, args)
     assert_close(result, expected(kit, case, case.arguments(device)), bounds(case))
+
+
+def counts_of(tokens: Tensor, cells: int) -> Tensor:
+    """How often each of the numbers 0 … cells - 1 occurs."""
+    return torch.bincount(tokens.flatten().cpu(), minlength=cells)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from layerzero.numerics import assert_close, tolerance
+from layerzero.tuning.truth import UNLIKELY, chi_square
 from layerzero_verify.testing.cases import Case
 from layerzero_verify.testing.kit import Kit, operation
-from layerzero_verify.testing.run import call, check, place, tensors
-from layerzero_verify.testing.statistics import UNLIKELY, chi_square, counts_of
+from layerzero_verify.testing.run import call, check, counts_of, place, tensors
 
 
 def _checks(group: str, doc: str) -> Callable[[Kit, Case], None]:
