@@ -120,12 +120,12 @@ def commands() -> str:
 def op_pages() -> dict[str, str]:
     """A page for each op, from its declaration, and the list of them."""
     import layerzero as lz
-    from layerzero_cli.op_page import page
+    from layerzero_cli.listing import op_page
 
     rows: list[tuple[object, ...]] = []
     found = {}
     for spec in sorted(lz.list_ops(), key=lambda spec: spec.op_id):
-        text = page(spec.op_id)
+        text = op_page(spec.op_id)
         function = getattr(spec, "function", None)
         words = (inspect.getdoc(function) or "").partition("\n\n")[0]
         rows.append((f"[`{spec.op_id}`]({spec.op_id}.md)", words, spec.output_kind))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.backends.reference.linear import linear as reference
+from layerzero.backends.reference.feed_forward import linear as reference
 from layerzero.backends.reference.quantize import quantize
 from layerzero.model.quant import QuantScheme
 from layerzero.numerics.tolerances import tolerance

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import layerzero as lz
-from layerzero.backends.reference.paged import paged_attention as reference
+from layerzero.backends.reference.varlen import paged_attention as reference
 from layerzero.model.kv_cache import PagedBatch, make_paged_batch
 from layerzero.numerics.tolerances import tolerance
 from layerzero_cpu.paged import paged_attention

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.reference.attention import attention as plain_attention
-from layerzero.backends.reference.linear import linear as plain_linear
+from layerzero.backends.reference.feed_forward import linear as plain_linear
 from layerzero.backends.reference.moe import moe as plain_moe
-from layerzero.backends.reference.paged import paged_attention as plain_paged
 from layerzero.backends.reference.quantize import quantize
+from layerzero.backends.reference.varlen import paged_attention as plain_paged
 from layerzero.model.kv_cache import make_paged_batch
 from layerzero.model.quant import QuantScheme
 from layerzero.numerics.tolerances import tolerance

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from layerzero.backends.reference.attention import attention as reference
-from layerzero.backends.reference.paged import paged_attention as reference_paged
+from layerzero.backends.reference.varlen import paged_attention as reference_paged
 from layerzero.backends.reference.varlen import varlen_attention as reference_varlen
 from layerzero.model.kv_cache import make_paged_batch
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from layerzero.backends.reference.attention import attention as reference
-from layerzero.backends.reference.paged import paged_attention
-from layerzero.backends.reference.varlen import varlen_attention
+from layerzero.backends.reference.varlen import paged_attention, varlen_attention
 from layerzero.model.kv_cache import make_paged_batch
 from layerzero_flashattn.interface import dense
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from layerzero.backends.reference.attention import attention as reference
-from layerzero.backends.reference.paged import paged_attention
-from layerzero.backends.reference.varlen import varlen_attention
+from layerzero.backends.reference.varlen import paged_attention, varlen_attention
 from layerzero.model.kv_cache import make_paged_batch
 
 CALLS = Path(__file__).with_name("signatures").joinpath("calls.txt").read_text(encoding="utf-8").split()

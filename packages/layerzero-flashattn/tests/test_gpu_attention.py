@@ -13,7 +13,7 @@ import torch
 
 import layerzero as lz
 from layerzero.backends.reference.attention import attention as reference
-from layerzero.backends.reference.paged import paged_attention as reference_paged
+from layerzero.backends.reference.varlen import paged_attention as reference_paged
 from layerzero.backends.reference.varlen import varlen_attention as reference_varlen
 from layerzero.numerics import Tolerance, assert_close, tolerance
 

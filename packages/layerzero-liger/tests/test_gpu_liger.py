@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from layerzero.backends.reference import feed_forward, positional
+from layerzero.backends.reference import feed_forward as reference_mlp
 from layerzero.backends.reference import loss as reference_loss
-from layerzero.backends.reference import mlp as reference_mlp
 from layerzero.backends.reference import norm as reference_norm
 from layerzero.numerics import Tolerance, assert_close, tolerance
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from layerzero.backends.reference import linear as true_linear
-from layerzero.backends.reference import mlp as true_mlp
+from layerzero.backends.reference import feed_forward as true_linear
+from layerzero.backends.reference import feed_forward as true_mlp
 from layerzero.backends.reference import norm as true_norm
 from layerzero.backends.reference import positional as true_positional
 from layerzero.backends.reference import sampling as true_sampling
-from layerzero.backends.reference.paged import paged_attention as true_paged
+from layerzero.backends.reference.varlen import paged_attention as true_paged
 from layerzero.model.kv_cache import make_paged_batch
 from layerzero.numerics import assert_close, full_float32, tolerance
 
@@ -218,7 +218,7 @@ def test_paged_decode_with_sinks_and_scales(dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("heads", [1, 16, 128])
 def test_latent_decode(heads, dtype):
-    from layerzero.backends.reference.paged import mla_paged_attention as truth
+    from layerzero.backends.reference.varlen import mla_paged_attention as truth
     from layerzero_triton.mla import mla_paged_attention
 
     for lengths in ((5,), (700, 20, 1), (2000,) * 40):

@@ -24,7 +24,7 @@ def paged_case(
 ):  # fmt: skip
     @case(f"paged {name}")
     def run():
-        from layerzero.backends.reference.paged import paged_attention as truth
+        from layerzero.backends.reference.varlen import paged_attention as truth
         from layerzero.model.kv_cache import make_paged_batch
         from layerzero_triton import config, paged
 
@@ -52,7 +52,7 @@ paged_case("scales", last=(None, True, 0.5, torch.tensor([0.25, 3.0])))
 def latent_case(name, *, dtype=F32, page=4, heads=4, dims=(32, 16), splits=2, index=torch.int32):
     @case(f"latent {name}")
     def run():
-        from layerzero.backends.reference.paged import mla_paged_attention as truth
+        from layerzero.backends.reference.varlen import mla_paged_attention as truth
         from layerzero.model.kv_cache import make_paged_batch
         from layerzero_triton import config, mla
 
@@ -76,12 +76,12 @@ def linear_case(name, fmt, granularity, *, splits=1, activation=None, bias=True,
     @case(f"linear {name}")
     def run():
         import layerzero as lz
-        from layerzero.backends.reference.linear import linear as truth
-        from layerzero_triton import config, linear
+        from layerzero.backends.reference.feed_forward import linear as truth
+        from layerzero_triton import config
 
         weight = lz.quantize(torch.randn(20, 64), fmt, granularity=granularity, **options)
         x, b = torch.randn(3, 64).half(), torch.randn(20).half() if bias else None
-        got = linear.dequantized(x, weight, b, activation, config.LinearConfig(16, 16, 32, splits))
+        got = feed_forward.dequantized(x, weight, b, activation, config.LinearConfig(16, 16, 32, splits))
         return differs("linear", got, truth(x.double(), weight, None if b is None else b.double(), activation), F16)
 
 
@@ -124,7 +124,7 @@ def written_out():
 def few_rows_case(rows, n, k, bias=False, activation=None):
     @case(f"few rows {rows} x {n} x {k} {activation}")
     def run():
-        from layerzero.backends.reference import feed_forward, linear
+        from layerzero.backends.reference import feed_forward
         from layerzero_triton import few_rows
 
         x, weight = torch.randn(rows, k).half(), (torch.randn(n, k) * k**-0.5).half()
@@ -133,7 +133,7 @@ def few_rows_case(rows, n, k, bias=False, activation=None):
         wrong = None
         for given in (weight, apart, (torch.randn(k, n) * k**-0.5).half().t()):
             got = few_rows.linear(x[:1], given, b, activation)
-            wrong = wrong or differs("linear", got, linear.linear(x[:1], given, b, activation), F16)
+            wrong = wrong or differs("linear", got, feed_forward.linear(x[:1], given, b, activation), F16)
         back = (torch.randn(k, n // 2) * n**-0.5).half()
         rest = (None, activation or "silu", None, None, None)
         made = few_rows.mlp(x[None], weight, back, *rest)
@@ -143,7 +143,7 @@ def few_rows_case(rows, n, k, bias=False, activation=None):
 @case("one row of four-bit codes")
 def four_bit_row():
     import layerzero as lz
-    from layerzero.backends.reference.linear import linear as truth
+    from layerzero.backends.reference.feed_forward import linear as truth
     from layerzero_triton import few_rows
 
     x, bias = torch.randn(1, 2048).half(), torch.randn(12).half()
@@ -238,7 +238,7 @@ def fixed_attention():
 
 @case("a linear layer as one expert")
 def fixed_linear():
-    from layerzero.backends.reference.linear import linear as truth
+    from layerzero.backends.reference.feed_forward import linear as truth
     from layerzero_triton.experts import fixed_linear
 
     weight, bias = torch.randn(40, 48) * 0.2, torch.randn(40)
@@ -256,10 +256,10 @@ def planned():
     import layerzero as lz
     from layerzero.backends.reference import norm as true_norm
     from layerzero.backends.reference import positional as true_rope
-    from layerzero.backends.reference.linear import linear as true_linear
-    from layerzero.backends.reference.paged import paged_attention as true_paged
+    from layerzero.backends.reference.feed_forward import linear as true_linear
+    from layerzero.backends.reference.varlen import paged_attention as true_paged
     from layerzero.model.kv_cache import make_paged_batch
-    from layerzero_triton import config, layer_norm, linear, paged, rope
+    from layerzero_triton import config, layer_norm, paged, rope
 
     wrong = []
     for turn in range(3):  # the third one asks for something else in the same shapes
@@ -278,7 +278,7 @@ def planned():
         wrong.append(differs("rope", kept, want[0]))
         weight = lz.quantize(torch.randn(20, 64), "int8", granularity="channel")
         given, bias = torch.randn(3, 64), None if last else torch.randn(20)
-        made = linear.dequantized(given, weight, bias, "silu" if last else None)
+        made = feed_forward.dequantized(given, weight, bias, "silu" if last else None)
         wrong.append(
             differs(
                 "linear",

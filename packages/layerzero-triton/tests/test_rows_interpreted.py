@@ -125,7 +125,7 @@ def norm_gradients():
 
 @case("activations")
 def activations():
-    from layerzero.backends.reference import mlp as truth
+    from layerzero.backends.reference import feed_forward as truth
     from layerzero_triton import activation
 
     for dtype, shape in ((F32, (3, 40)), (F16, (2, 2, 128)), (BF16, (1, 6))):
@@ -140,7 +140,7 @@ def activations():
 
 @case("activation gradients")
 def activation_gradients():
-    from layerzero.backends.reference import mlp as truth
+    from layerzero.backends.reference import feed_forward as truth
     from layerzero_triton import activation
 
     x = torch.randn(2, 24) * 2

@@ -28,15 +28,13 @@ from layerzero_cli.words import is_here
 
 _SHAPES = ("shape", "q", "k", "v", "weight")
 _SIZES = {"context": "seq_len_k", "rotary_dim": "rotary_dim", "top_k": "top_k"}
-_FLAGS = ("alibi", "bias", "interleaved", "lse", "no_weight", "sinks")
-# What an option says beside sizes: words among the needs, fields of the context.
-_WORDS: Mapping[str, Callable[[Any], tuple[str, ...]]] = {
-    **{name: lambda given, name=name: (name,) for name in _FLAGS},  # type: ignore[misc]
-    "activation": lambda given: (f"activation_{given}",),
-    "approximate": lambda given: (f"gelu_{given}",),
-    "softcap": lambda given: ("softcap",),
-    "top_k": lambda given: ("sample_top_k",),
-    "top_p": lambda given: ("sample_top_p",),
+# What an option says beside sizes: a word among the needs, fields of the context.
+_WORDS = {
+    **{name: name for name in ("alibi", "bias", "interleaved", "lse", "no_weight", "sinks", "softcap")},
+    "activation": "activation_{}",
+    "approximate": "gelu_{}",
+    "top_k": "sample_top_k",
+    "top_p": "sample_top_p",
 }
 _FIELDS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "causal": lambda given: {"causal": Causal.TOP_LEFT if given is True else Causal(given)},
@@ -83,14 +81,14 @@ def context(op: str, options: Mapping[str, Any]) -> Context:
     if "seq_len_q" in sizes and "seq_len_k" in sizes:
         pair = (sizes["tokens"], sizes["tokens_k"]) if "tokens_k" in sizes else (sizes["seq_len_q"], sizes["seq_len_k"])
         fields["seq_relation"] = "equal" if pair[0] == pair[1] else "shorter" if pair[0] < pair[1] else "longer"
-    needs = {found for name in set(given) & set(_WORDS) for found in _WORDS[name](given[name])}
+    needs = {_WORDS[name].format(given[name]) for name in set(given) & set(_WORDS)}
     draft = Context(op, spec, word, tuple(sizes.items()), frozenset(needs), **fields)
     where = f"{spec.device_type}:{spec.index}" if is_here(spec) else "meta"
     try:
         args = _made(public, draft, where, given)
     except torch.OutOfMemoryError:  # too large to be real here; then without torch's own checks
         args = _made(public, draft, "meta", given)
-    named = {**(public.keywords(args) if public.keywords else dict(zip(public.arguments, args, strict=False)))}
+    named = dict(public.keywords(args) if public.keywords else zip(public.arguments, args, strict=False))
     if "layout" in public.signature.parameters:
         named.setdefault("layout", given.get("layout", "BHSD"))
     canonical, layout, asked = public.normalize((), {**named, "backend": backend})

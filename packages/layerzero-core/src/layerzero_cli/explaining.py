@@ -146,7 +146,9 @@ def _blocks(report: SelectionReport, everything: bool) -> list[Block]:
         speed = f", {winner.speed}" if winner.speed else ""
         blocks.append(Line(f"→ {report.chosen}  (score {winner.score:.1f}{speed}{lock})", "bold green"))
         blocks.append(Line(f"ranked by {winner.expected or winner.source}", "dim", indent=2, hang=2))
-        blocks += [Line(f"{_step(step.name)}, about {step.cost_us:.1f} µs", indent=2) for step in winner.transforms]
+        for step in winner.transforms:
+            what = "isolated: there and back to its own process" if step.name == "isolated" else f"after {step.name}"
+            blocks.append(Line(f"{what}, about {step.cost_us:.1f} µs", indent=2))
     else:
         blocks.append(Line(f"nothing may run: {decision.refusal}", STYLES["fail"], hang=2))
     held = [f"{item.name} {item.low}–{item.high}" for item in decision.buckets if item.low != item.high]
@@ -162,10 +164,6 @@ def _blocks(report: SelectionReport, everything: bool) -> list[Block]:
     if len(shown) < len(others):
         blocks.append(Line(f"{len(others) - len(shown)} more are for other devices; --all shows them", "dim"))
     return blocks
-
-
-def _step(name: str) -> str:
-    return "isolated: there and back to its own process" if name == "isolated" else f"after {name}"
 
 
 def _row(item: Candidate) -> tuple[str | Cell, ...]:

@@ -19,26 +19,22 @@ def breakable(name: str) -> str:
 
 
 def page(title: str, style: str, parts: Iterable[str], script: str = "") -> str:
-    """The whole page of some parts; empty ones are left out."""
-    own = f"<script>{script}</script>\n" if script else ""
+    """The whole page of some parts; empty ones are left out.
+
+    Its Content-Security-Policy lets nothing be loaded, sent or run but what the page came with. A script is allowed by
+    its hash, so that an inline script or handler in a text from outside, were it ever left unescaped, would still not
+    run.
+    """
+    rules, own = ["default-src 'none'", "style-src 'unsafe-inline'", "base-uri 'none'", "form-action 'none'"], ""
+    if script:
+        digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
+        rules.append(f"script-src 'sha256-{digest}'")
+        own = f"<script>{script}</script>\n"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f"{content_policy(script)}\n"
+        f'<meta http-equiv="Content-Security-Policy" content="{"; ".join(rules)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escaped(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(part for part in parts if part)
         + f"\n</main>\n{own}</body>\n</html>\n"
     )
-
-
-def content_policy(script: str = "") -> str:
-    """The page's Content-Security-Policy as a meta element: nothing is loaded, sent or run but what the page came with.
-
-    `script` is the text between the page's own script tags. It is allowed by its hash, so that an inline script or
-    handler in a text from outside, were it ever left unescaped, would still not run.
-    """
-    rules = ["default-src 'none'", "style-src 'unsafe-inline'", "base-uri 'none'", "form-action 'none'"]
-    if script:
-        digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
-        rules.append(f"script-src 'sha256-{digest}'")
-    return f'<meta http-equiv="Content-Security-Policy" content="{"; ".join(rules)}">'

@@ -1,7 +1,8 @@
-"""`lz list`: every kernel, and whether it can be used here."""
+"""`lz list`: every kernel, and whether it can be used here; and the documentation page of an op."""
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,6 +15,7 @@ from layerzero_cli.words import known_names
 
 if TYPE_CHECKING:
     from layerzero.model.kernel import KernelSpec
+    from layerzero.model.op import Op
     from layerzero.reasons import Reason
 
 
@@ -33,11 +35,9 @@ def list_(op: str | None, backend: str | None, available: bool | None, page: boo
     import layerzero as lz
 
     if page:
-        from layerzero_cli import op_page
-
         if op is None:
             raise click.UsageError("--page needs --op OP")
-        text = op_page.page(op)
+        text = op_page(op)
         return Answer({"op": op, "page": text}, [Line(line) for line in text.splitlines()])
     if backend is not None:
         known_names([backend])
@@ -67,7 +67,6 @@ def _against(kernel: KernelSpec) -> list[Reason]:
     """Why a kernel cannot be used on any device of this machine, before any call is looked at."""
     from layerzero.device.probe import probe_devices
     from layerzero.dispatch.run import current_world
-    from layerzero.plugin.vendor import hardware_reasons
 
     world = current_world()
     backend = world.registry.backends.get(kernel.backend)
@@ -77,7 +76,7 @@ def _against(kernel: KernelSpec) -> list[Reason]:
     blocked = world.health.blocked_by(kernel.kernel_id, kernel.backend)
     if blocked is not None:
         found.append(blocked)
-    problems = [hardware_reasons(kernel, device) for device in probe_devices()]
+    problems = [kernel.check_device(device) for device in probe_devices()]
     return found + (problems[0] if all(problems) else [])
 
 
@@ -97,3 +96,59 @@ _ORDER = list(_SHORT)
 def _dtypes(words: frozenset[str]) -> str:
     order = sorted(words, key=lambda word: (_ORDER.index(word) if word in _ORDER else 99, word))
     return " ".join(_SHORT.get(word, word.replace("float8_", "f8_")) for word in order)
+
+
+# -- the page of an op -------------------------------------------------------------------------------------------
+def op_page(op_id: str) -> str:
+    """Signature, arguments, sizes on the command line, tolerance and kernels of an op, in Markdown.
+
+    All of it is made from the op's declaration: a plugin's op has the same page as ours.
+    """
+    from layerzero._ops.signature import public_op
+    from layerzero.dispatch.run import current_world
+
+    op = public_op(op_id)
+    lines = [f"# lz.ops.{op_id}", "", "```python", f"lz.ops.{op_id}{_signature(op)}", "```", ""]
+    lines += [inspect.getdoc(op.function) or "", ""]
+    told = op.signature.parameters
+    defaults = {name: f"`{item.default!r}`" for name, item in told.items() if item.default is not item.empty}
+    kinds = zip(op.arguments, op.input_kinds, strict=True)
+    rows = [(f"`{name}`", kind, defaults.get(name, "")) for name, kind in kinds]
+    lines += _markdown(("argument of a kernel", "kind", "default"), rows)
+    traced = op.fake is not None or op.lowering
+    facts = {
+        "result": op.output_kind,
+        "features": ", ".join(f"`{word}`" for word in op.features),
+        "sizes that grow with traffic": ", ".join(f"`{name}`" for name in op.growing) or "none",
+        "tolerance": op.tolerance or "that of the dtype",
+        "on the command line": _command(op),
+        "in torch graphs": f"`torch.ops.layerzero.{op_id}`" if traced else "breaks the graph",
+    }
+    lines += _markdown(("", ""), [row for row in facts.items() if row[1]])
+    found = []
+    for kernel in sorted(current_world().registry.by_op(op_id), key=lambda item: (-item.priority, item.kernel_id)):
+        platforms = sorted(item.value for item in kernel.platforms)
+        found.append((f"`{kernel.kernel_id}`", " ".join(platforms), " ".join(sorted(kernel.dtypes))))
+    return "\n".join(lines + _markdown(("kernel", "platforms", "dtypes"), found)).rstrip() + "\n"
+
+
+def _signature(op: Op) -> inspect.Signature:
+    """The public signature without types; `backend` is added where the function is the bare formula."""
+    shown = [item.replace(annotation=item.empty) for item in op.signature.parameters.values()]
+    if "backend" not in op.signature.parameters:
+        shown.append(inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default=None))
+    return inspect.Signature(shown)
+
+
+def _command(op: Op) -> str:
+    shapes = op.shapes or ({"shape": ",".join(op.sizes)} if op.sizes else {})
+    asked = [f"--{name} {form.upper()}" for name, form in shapes.items() if name in ("shape", "q", "k", "v", "weight")]
+    if op.example is None or not asked:
+        return "from Python only"
+    options = [f"[--{name.replace('_', '-')}]" for name in op.options]
+    return f"`lz explain {op.op_id} {' '.join([*asked, *options])}`"
+
+
+def _markdown(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> list[str]:
+    lines = [" | ".join(("", *row, "")).strip() for row in (head, ("---",) * len(head), *rows)]
+    return [*lines, ""]

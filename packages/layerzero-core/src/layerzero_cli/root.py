@@ -52,7 +52,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
     "Operate": {
         "readiness": (f"{_CLI}.checks", "Check that everything the policy needs exists and works."),
         "warmup": (f"{_CLI}.warming", "Compile ahead of the requests what SOURCE will call."),
-        "quarantine": (f"{_CLI}.quarantine", "See which kernels took a process down and are skipped, and lift that."),
+        "quarantine": (f"{_CLI}.checks", "See which kernels took a process down and are skipped, and lift that."),
         "completion": (f"{_CLI}.completion", "Print the script that completes verbs, options and names in a shell."),
     },
     "Extend": {
@@ -120,20 +120,21 @@ class Root(click.Group):
         package = said.get("Name") or os.path.basename(folder).partition("-")[0]
         return f"{said.get('Summary') or package} ({package})"
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        **extra: Any,
+    def main(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any
     ) -> Any:
         """Run, show what goes wrong in one place, and leave with 0, 1 (problem found) or 2 (usage)."""
         given = list(sys.argv[1:] if args is None else args)
+        as_json = "--json" in given
         try:
-            code = super().main(given, prog_name, complete_var, standalone_mode=False, **extra)
+            code = super().main(given, prog_name, **{**extra, "standalone_mode": False})
         except click.UsageError as error:
-            _usage(error, as_json="--json" in given)
+            error.show()
+            if as_json:
+                import json
+
+                told = {"error": {"code": "USAGE", "message": error.format_message(), "hint": ""}}
+                click.echo(json.dumps(stamped(told), indent=2))
             code = USAGE
         except click.ClickException as error:
             error.show()
@@ -145,7 +146,7 @@ class Root(click.Group):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             code = OK
         except Exception as error:
-            code = failed(error, as_json="--json" in given)
+            code = failed(error, as_json=as_json)
         sys.exit(code if isinstance(code, int) else OK)
 
 
@@ -200,18 +201,6 @@ def _loaded(name: str, value: str) -> click.Command:
     return group.commands[name]
 
 
-def _usage(error: click.UsageError, *, as_json: bool) -> None:
-    import json
-
-    error.show()
-    if as_json:
-        told = {"error": {"code": "USAGE", "message": error.format_message(), "hint": ""}}
-        click.echo(json.dumps(stamped(told), indent=2))
-
-
-_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-
-
 def _version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
         import torch
@@ -222,7 +211,7 @@ def _version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
-@click.group("lz", cls=Root, context_settings=_SETTINGS)
+@click.group("lz", cls=Root, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_version, help="Show versions.")
 def cli() -> None:
     """LayerZero: for every call the fastest kernel that is correct here, and the reason why.

@@ -46,29 +46,24 @@ def verb(group: click.Group, name: str | None = None, **attributes: Any) -> Call
     def declare(function: Callable[..., Answer]) -> Any:
         @functools.wraps(function)
         def run(as_json: bool, **options: Any) -> None:
-            _run(function, as_json, **options)
+            import logging
+
+            # Python would print our warnings itself when nobody has set up logging; here the answer says it all.
+            logging.getLogger("layerzero").addHandler(logging.NullHandler())
+            try:
+                with contextlib.redirect_stdout(sys.stderr):  # turned away while the verb works
+                    answer = function(**options)
+            except (click.ClickException, click.Abort, click.exceptions.Exit):
+                raise
+            except Exception as error:
+                click.get_current_context().exit(failed(error, as_json=as_json))
+            emit(answer, as_json=as_json)
+            click.get_current_context().exit(answer.code)
 
         option = click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
         return group.command(name, cls=Verb, **attributes)(option(run))
 
     return declare
-
-
-def _run(function: Callable[..., Answer], as_json: bool, **options: Any) -> None:
-    """Run a verb with standard output turned away, then print its answer and leave with its code."""
-    import logging
-
-    # Python would print our warnings itself when nobody has set up logging; here the answer says it all.
-    logging.getLogger("layerzero").addHandler(logging.NullHandler())
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            answer = function(**options)
-    except (click.ClickException, click.Abort, click.exceptions.Exit):
-        raise
-    except Exception as error:
-        click.get_current_context().exit(failed(error, as_json=as_json))
-    emit(answer, as_json=as_json)
-    click.get_current_context().exit(answer.code)
 
 
 def failed(error: Exception, *, as_json: bool) -> int:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import layerzero as lz
-from layerzero.backends.inductor import compiling, toolchain
-from layerzero.backends.inductor.programs import PROGRAMS
+from layerzero.backends.inductor import compiling
+from layerzero.backends.inductor.kernels import PROGRAMS
 from layerzero.errors import BackendNotAvailableError, ConfigurationError
 from layerzero.jit import cache as jit_cache
 from layerzero.numerics import assert_close, tolerance
@@ -87,7 +87,7 @@ def test_its_kernels_wait_for_a_warm_up_and_are_not_compiled_unasked(cache: Path
 
 
 def test_without_a_compiler_it_says_so(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
     with pytest.raises(BackendNotAvailableError, match=r"C\+\+ compiler"):
         compiling.load("rms_norm", (((37, 8), "float32", (0,)), ((8,), "float32", ()), ((), "float32", ())), "cpu")
 

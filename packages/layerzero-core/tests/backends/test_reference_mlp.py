@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from layerzero.backends.reference.linear import embedding, linear
-from layerzero.backends.reference.mlp import gelu_and_mul, relu_and_mul, silu_and_mul
+from layerzero.backends.reference.feed_forward import embedding, gelu_and_mul, linear, relu_and_mul, silu_and_mul
 from layerzero.errors import InvalidInputError
 from layerzero.numerics import assert_close, tolerance
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import layerzero as lz
 from layerzero.backends.reference.attention import attention
-from layerzero.backends.reference.paged import paged_attention
+from layerzero.backends.reference.varlen import paged_attention
 from layerzero.errors import InvalidInputError
 from layerzero.model.kv_cache import make_paged_batch
 from layerzero.numerics import assert_close, tolerance

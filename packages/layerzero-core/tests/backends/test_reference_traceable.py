@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from layerzero.backends.reference.linear import embedding, linear
-from layerzero.backends.reference.mlp import gelu_and_mul, relu_and_mul, silu_and_mul
+from layerzero.backends.reference.feed_forward import embedding, gelu_and_mul, linear, relu_and_mul, silu_and_mul
 from layerzero.backends.reference.norm import add_rms_norm, layer_norm, rms_norm
 from layerzero.backends.reference.positional import rope
 

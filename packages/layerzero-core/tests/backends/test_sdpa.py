@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import layerzero as lz
 from layerzero.backends.reference.attention import attention as reference
-from layerzero.backends.reference.paged import paged_attention as paged_reference
+from layerzero.backends.reference.varlen import paged_attention as paged_reference
 from layerzero.backends.sdpa import default, kernels
 from layerzero.numerics import Tolerance, assert_close, tolerance
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import layerzero as lz
-from layerzero.backends.torch_native import quant_linear
+from layerzero.backends.torch_native import quantize
 from layerzero.device.catalogue import named_device
 from layerzero.errors import InvalidInputError, NoKernelFoundError
 from layerzero.model.context import Context
@@ -351,11 +351,11 @@ def test_a_copy_of_a_packed_weight_is_stale_where_the_weight_itself_is(copied):
 def test_a_stale_pack_gives_the_old_product_when_nobody_asks():
     """What the check prevents: the parts themselves know nothing of the weight they came from."""
     qt = weight_of("int4")
-    parts = quant_linear.pack_int4_tiles(qt)
+    parts = quantize.pack_int4_tiles(qt)
     x, old = draw(1, 64), oracle.matmul(draw(1, 64), qt)
     qt.data.copy_(qt.data.flip(0))
     blind = PackedWeight(qt, "int4_tiles", parts)  # packed before, counted after
-    close(quant_linear.int4_tiles(x, blind, None, None), old, torch.float32, 64)
+    close(quantize.int4_tiles(x, blind, None, None), old, torch.float32, 64)
 
 
 def test_inference_tensors_are_packed_without_a_counter():
@@ -428,7 +428,7 @@ def test_the_adapters_for_gpus_compute_the_same_on_a_cpu(name, granularity):
     packed = PackedWeight(qt, act="dynamic")
     x, bias = draw(20, 64, dtype=torch.bfloat16), draw(32, dtype=torch.bfloat16)
     want = oracle.matmul(torch.from_numpy(oracle.value_of(rows_of(x, fmt))), qt) + bias.double().numpy()
-    got = getattr(quant_linear, name)(x, packed, bias, "relu")
+    got = getattr(quantize, name)(x, packed, bias, "relu")
     close(got, np.maximum(want, 0), torch.bfloat16, 64)
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from layerzero.backends.reference import norm as reference_norm
-from layerzero.backends.reference import paged as reference_mla
-from layerzero.backends.reference import paged as reference_paged
 from layerzero.backends.reference import sampling
+from layerzero.backends.reference import varlen as reference_mla
+from layerzero.backends.reference import varlen as reference_paged
 from layerzero.backends.reference.attention import attention as reference_attention
 from layerzero.backends.reference.varlen import grouped_attention, varlen_attention
 from layerzero.backends.sdpa import default

@@ -7,8 +7,7 @@ import torch
 
 import layerzero as lz
 from layerzero.backends.reference.attention import attention
-from layerzero.backends.reference.paged import paged_attention
-from layerzero.backends.reference.varlen import varlen_attention
+from layerzero.backends.reference.varlen import paged_attention, varlen_attention
 from layerzero.tuning.pieces import pieces
 
 HEADS = torch.linspace(-2.0, 4.0, 4)

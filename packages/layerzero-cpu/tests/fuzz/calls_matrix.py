@@ -11,8 +11,8 @@ from calls_rows import FLOATS, ODD, drawn
 from torch import Tensor
 
 from layerzero.backends.reference import attention as plain
-from layerzero.backends.reference import linear as plain_linear
-from layerzero.backends.reference import paged as plain_paged
+from layerzero.backends.reference import feed_forward as plain_linear
+from layerzero.backends.reference import varlen as plain_paged
 from layerzero.backends.reference.quantize import quantize
 from layerzero.model.kv_cache import make_paged_batch
 from layerzero.model.quant import QuantScheme

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from layerzero.backends.reference import feed_forward as reference_mlp
 from layerzero.backends.reference import loss as reference_loss
-from layerzero.backends.reference import mlp as reference_mlp
 from layerzero.backends.reference import norm as reference_norm
 from layerzero.backends.reference import positional
 from layerzero.numerics import Tolerance, assert_close, tolerance

@@ -28,11 +28,11 @@ def scaled(query: Tensor, scale: float | None) -> tuple[Tensor, float]:
 
 
 def no_keys(query: Tensor, value: Tensor, return_lse: bool) -> Attended:
-    """The result of packed queries [T, H, D] over no key at all: zeros, and -inf."""
+    """The result of queries [..., D] over no key at all: zeros, and -inf."""
     import torch
 
-    out = query.new_zeros((*query.shape[:2], value.shape[-1]))
-    return (out, query.new_full(query.shape[:2], -math.inf, dtype=torch.float32)) if return_lse else out
+    out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
+    return (out, query.new_full(query.shape[:-1], -math.inf, dtype=torch.float32)) if return_lse else out
 
 
 def packed(found: Iterable[Attended], query: Tensor, value: Tensor, return_lse: bool) -> Attended:

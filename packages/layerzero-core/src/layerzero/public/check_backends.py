@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from layerzero.device.spec import Platform
 from layerzero.errors import did_you_mean
-from layerzero.isolation.proxy import settings_for
+from layerzero.isolation.worker import settings_for
 from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import BackendSpec, KernelSpec
 from layerzero.plugin.discovery import dist_version, is_known

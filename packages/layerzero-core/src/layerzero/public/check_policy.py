@@ -17,7 +17,6 @@ from layerzero.model.enums import OpKind
 from layerzero.model.kernel import KernelSpec
 from layerzero.plugin.manager import PluginState
 from layerzero.plugin.probing import ProbeResult, probe
-from layerzero.plugin.vendor import hardware_reasons
 from layerzero.policy.layers import from_env, merge
 from layerzero.policy.load import discover, from_mapping, load_file
 from layerzero.policy.rules import matches
@@ -181,7 +180,7 @@ def _against(
     blocked = world.health.blocked_by(kernel.kernel_id, kernel.backend)
     if blocked is not None:
         yield blocked, ""
-    problems = [hardware_reasons(kernel, device) for device in now.devices]
+    problems = [kernel.check_device(device) for device in now.devices]
     if all(problems):
         fit = ", ".join(sorted(kernel.platforms))
         yield problems[0][0], f"lock a kernel that fits this machine, or serve this policy where it does ({fit})"

@@ -23,7 +23,6 @@ from layerzero.model.config import Policy
 from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import KernelSpec
 from layerzero.plugin.manager import PluginRecord, load_plugins
-from layerzero.plugin.vendor import hardware_reasons
 from layerzero.policy.rules import Verdict, evaluate
 from layerzero.reasons import Reason, ReasonCode
 from layerzero.runtime.state import state
@@ -182,7 +181,7 @@ class Situation:
 
     def fits(self, kernel: KernelSpec) -> bool:
         """Whether a device of this machine could run the kernel, whatever the call."""
-        return any(not hardware_reasons(kernel, device) for device in self.devices)
+        return any(not kernel.check_device(device) for device in self.devices)
 
 
 def verdict_on(kernel: KernelSpec, policy: Policy) -> Verdict:

@@ -11,23 +11,40 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from layerzero.backends.inductor.toolchain import needs_compiler
-from layerzero.plugin import BackendNotAvailableError, DeviceSpec, artifact_folder
+from layerzero.plugin import BackendNotAvailableError, DeviceSpec, Reason, artifact_folder, reason
 
 Inputs = tuple[tuple[tuple[int, ...], str, tuple[int, ...]], ...]
 """For each tensor: an example shape, the dtype, and which axes are free."""
 
 LIMIT_S = 600.0
 _MISSING = re.compile(r"No module named '([\w.]+)'")
+
+
+def compiler() -> str | None:
+    """The C++ compiler TorchInductor would call for any program, also for a GPU: CXX, else g++, else clang++."""
+    for name in (os.environ.get("CXX"), "g++", "clang++"):
+        if name and shutil.which(name):
+            return name
+    return None
+
+
+def needs_compiler(device: DeviceSpec) -> list[Reason]:
+    """Against compiling anything here; what was compiled before still loads."""
+    if compiler() is not None:
+        return []
+    why = reason("BACKEND_NOT_INSTALLED", "of a C++ compiler")
+    return [replace(why, message="no C++ compiler was found", hint="install g++ or clang++, or set CXX to one")]
 
 
 def path_of(name: str, inputs: Inputs, device: str) -> Path:
@@ -101,7 +118,7 @@ def main(order: str) -> None:
     """The process that compiles."""
     from torch._inductor import aoti_compile_and_package, config
 
-    from layerzero.backends.inductor.programs import PROGRAMS
+    from layerzero.backends.inductor.kernels import PROGRAMS
 
     given = json.loads(order)
     device = given["device"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from layerzero.backends.inductor.programs import PROGRAMS
+from layerzero.backends.inductor.kernels import PROGRAMS
 from layerzero.plugin import HealthReport
 
 

@@ -1,4 +1,4 @@
-"""Adapters: canonical arguments to the rows a compiled program takes, and back.
+"""The programs that are compiled, and adapters: canonical arguments to the rows a program takes, and back.
 
 A program is looked up by what it was compiled for. The first use in a process loads it from disk; where it is not on
 disk the adapter compiles, which selection lets happen only beside the requests or for a caller who waits.
@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero.backends.inductor.compiling import Inputs, load
-from layerzero.backends.reference import mlp
+from layerzero.backends.reference import feed_forward, norm
+from layerzero.backends.reference.positional import rope_halves
 from layerzero.model.describe import dtype_name
-
-__all__ = ["add_rms_norm", "gelu_and_mul", "layer_norm", "rms_norm", "rope"]
 
 _ROWS = 37  # example sizes of free axes: distinct primes, met by no fixed size of a model
 _OUTER, _SEQ, _INNER = 3, 41, 5
@@ -98,16 +97,14 @@ def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
     return _gated("gelu_tanh_and_mul" if approximate == "tanh" else "gelu_and_mul", x)
 
 
-@lru_cache(maxsize=16)
-def __getattr__(name: str) -> Callable[[Tensor], Tensor]:
-    """Any other gated activation of the reference, by its name."""
-    if name not in mlp.__all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def silu_and_mul(x: Tensor) -> Tensor:
+    """SwiGLU."""
+    return _gated("silu_and_mul", x)
 
-    def gated(x: Tensor) -> Tensor:
-        return _gated(name, x)
 
-    return gated
+def relu_and_mul(x: Tensor) -> Tensor:
+    """ReGLU."""
+    return _gated("relu_and_mul", x)
 
 
 def rope(
@@ -131,3 +128,31 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
 
     run = _program(("rope", x.device.type, width, layout, dtype_name(x), dtype_name(cos)), inputs)
     return run([_as_lies(shaped), _as_lies(cos[:seq]), _as_lies(sin[:seq])])[0].view(x.shape)
+
+
+# -- the programs, as plain PyTorch ------------------------------------------------------------------------------
+# Each reads its inputs once and rounds once at the end; most are the reference's own formulas. Rows are a free size,
+# everything else is fixed when a program is compiled. `eps` comes in as a tensor of one element, so that one compiled
+# program serves every value.
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: Tensor) -> Tensor:
+    wide = x.float()
+    centred = wide - wide.mean(-1, keepdim=True)
+    scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    return (centred * scale * weight.float() + bias.float()).to(x.dtype)
+
+
+def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate halves: x [outer, S, inner, D], cos and sin [S, D / 2]."""
+    return rope_halves(x, None, cos, sin, False, "BSHD", None, False)[0]
+
+
+PROGRAMS: dict[str, Callable[..., Any]] = {
+    "rms_norm": norm.rms_norm,
+    "add_rms_norm": norm.add_rms_norm,
+    "layer_norm": _layer_norm,
+    "rope": _rope,
+    "silu_and_mul": feed_forward.silu_and_mul,
+    "relu_and_mul": feed_forward.relu_and_mul,
+    "gelu_and_mul": partial(feed_forward.gelu_and_mul, approximate="none"),
+    "gelu_tanh_and_mul": partial(feed_forward.gelu_and_mul, approximate="tanh"),
+}

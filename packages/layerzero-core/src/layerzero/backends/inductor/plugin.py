@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerzero.backends.inductor.toolchain import needs_compiler
+from layerzero.backends.inductor.compiling import needs_compiler
 from layerzero.plugin import backend_hooks
 
 # The compiler ships with torch; what is asked is whether it finds a C++ compiler.

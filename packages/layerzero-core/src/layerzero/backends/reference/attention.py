@@ -78,18 +78,13 @@ def _scores(query: Tensor, key: Tensor, scale: float | None, softcap: float | No
     batch, heads, seq_q, head_dim = query.shape
     kv_heads, seq_k = key.shape[1], key.shape[2]
     factor = 1.0 / math.sqrt(head_dim or 1) if scale is None else scale
-    grouped = (query * factor).reshape(batch, kv_heads, _group(heads, kv_heads) * seq_q, head_dim)
+    grouped = (query * factor).reshape(batch, kv_heads, heads // max(kv_heads, 1) * seq_q, head_dim)
     scores = (grouped @ key.transpose(-1, -2)).reshape(batch, heads, seq_q, seq_k)
     return scores if not softcap else softcap * torch.tanh(scores / softcap)
-
-
-def _group(heads: int, kv_heads: int) -> int:
-    """Query heads of one KV head; with no heads at all any number would do."""
-    return heads // kv_heads if kv_heads else 0
 
 
 def _weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
     batch, heads, seq_q, seq_k = weights.shape
     kv_heads = value.shape[1]
-    grouped = weights.reshape(batch, kv_heads, _group(heads, kv_heads) * seq_q, seq_k)
+    grouped = weights.reshape(batch, kv_heads, heads // max(kv_heads, 1) * seq_q, seq_k)
     return (grouped @ value).reshape(batch, heads, seq_q, value.shape[-1])

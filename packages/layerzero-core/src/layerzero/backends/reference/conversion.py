@@ -10,8 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from layerzero.backends.reference.precision import to_odd
+
 # Beyond the largest finite number by half a step: what is farther away rounds to a number E4M3 does not have.
-_E4M3_LARGEST, _E4M3_OVERFLOW = 448.0, 464.0
+_E4M3_LARGEST, E4M3_OVERFLOW = 448.0, 464.0
 
 _NARROW = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _LONG_INTEGERS = (torch.int32, torch.int64)
@@ -33,40 +35,21 @@ def cast(x: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
 
 def _round(x: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
     """A floating tensor in another floating dtype: to the nearest number, ties to the even one."""
-    if x.dtype == torch.float64 and dtype in _NARROW:
-        x = _to_odd(x)
+    if dtype in _NARROW:
+        x = to_odd(x)
     if saturate:
         largest = torch.finfo(dtype).max
         # Sixteen and eight bits cannot hold every limit they are compared with.
         x = (x.to(torch.float64) if dtype == torch.float64 else _wide(x)).clamp(-largest, largest)
     elif dtype == torch.float8_e4m3fn:
         x = x.to(torch.float32)
-        x = x.masked_fill(x.abs() > _E4M3_OVERFLOW, float("nan")).clamp(-_E4M3_LARGEST, _E4M3_LARGEST)
+        x = x.masked_fill(x.abs() > E4M3_OVERFLOW, float("nan")).clamp(-_E4M3_LARGEST, _E4M3_LARGEST)
     return x.to(dtype, copy=True)  # never the input itself: what comes out may be written into
 
 
 def _wide(x: Tensor) -> Tensor:
     """Floats in float32 or float64, exactly; integers as they are."""
     return x.to(torch.float32) if x.is_floating_point() and x.dtype != torch.float64 else x
-
-
-def _to_odd(x: Tensor) -> Tensor:
-    """float64 to float32, rounded to odd: a later rounding to fewer bits is then as if there had been only one.
-
-    Where x lies between two numbers of float32 it becomes the one whose last bit is set, which keeps it off every tie
-    and every number of the narrower dtype. What float32 cannot hold is left as it is: every narrower dtype has ended
-    before.
-    """
-    given = x.detach()
-    near = given.to(torch.float32)
-    toward = torch.where(given > near.to(torch.float64), torch.inf, -torch.inf).to(torch.float32)
-    other = torch.nextafter(near, toward)  # near and other enclose x
-    both = near.to(torch.float64) + other.to(torch.float64)
-    odd = both - (both / 2).to(torch.float32).to(torch.float64)  # their middle is a tie, which rounds to the even one
-    inexact = near.isfinite() & other.isfinite() & (near.to(torch.float64) != given)
-    # Neighbours differ exactly, so adding the difference gives the rounded number, and x keeps its gradient. (Adding
-    # -0.0 changes nothing; +0.0 would change the sign of -0.0.)
-    return (x + torch.where(inexact, odd - given, -0.0)).to(torch.float32)
 
 
 def _exact(x: Tensor, dtype: torch.dtype) -> Tensor:

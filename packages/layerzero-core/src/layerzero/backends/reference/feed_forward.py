@@ -1,4 +1,4 @@
-"""The feed-forward block of a transformer: one product, an activation (gated or not), one product back."""
+"""The feed-forward block of a transformer and its parts: linear layer, activation (gated or not), embedding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerzero.backends.reference.precision import compute_dtype, no_autocast
+from layerzero.backends.reference.quantize import dequantize, quantize
 from layerzero.errors import invalid
+from layerzero.model.packed import PackedWeight, activation_scheme
+from layerzero.model.quant import QuantizedTensor
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "silu", "relu")
 
@@ -74,15 +77,73 @@ def mlp(
     down_weight: Tensor,
     gate_weight: Tensor | None,
     activation: str,
-    up_bias: Tensor | None,
-    gate_bias: Tensor | None,
-    down_bias: Tensor | None,
+    *biases: Tensor | None,
 ) -> Tensor:
-    """Computed in float32 from end to end; only the result is rounded."""
+    """`feed_forward` in float32 from end to end; only the result is rounded."""
     wide = compute_dtype(x, up_weight, down_weight, gate_weight)
-    gate_weight, up_bias, gate_bias, down_bias = (
-        None if item is None else item.to(wide) for item in (gate_weight, up_bias, gate_bias, down_bias)
-    )
-    weights = (up_weight.to(wide), down_weight.to(wide), gate_weight)
+    gate, *rest = (None if item is None else item.to(wide) for item in (gate_weight, *biases))
     with no_autocast(x.device.type):
-        return feed_forward(x.to(wide), *weights, activation, up_bias, gate_bias, down_bias).to(x.dtype)
+        return feed_forward(x.to(wide), up_weight.to(wide), down_weight.to(wide), gate, activation, *rest).to(x.dtype)
+
+
+# Gated activations: the first half of the last axis is the gate, the second half the value it multiplies.
+def silu_and_mul(x: Tensor) -> Tensor:
+    """SwiGLU: silu(gate) * up."""
+    gate, up = _halves(x)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
+def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
+    """GeGLU: gelu(gate) * up; `approximate` is "none" (erf) or "tanh"."""
+    gate, up = _halves(x)
+    return (F.gelu(gate, approximate=approximate) * up).to(x.dtype)
+
+
+def relu_and_mul(x: Tensor) -> Tensor:
+    """ReGLU: relu(gate) * up."""
+    gate, up = _halves(x)
+    return (F.relu(gate) * up).to(x.dtype)
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = x.to(compute_dtype(x)).chunk(2, dim=-1)
+    return gate, up
+
+
+def linear(
+    x: Tensor, weight: Tensor | QuantizedTensor | PackedWeight, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    """Matrix product, bias and activation: activation(x @ weight.T + bias).
+
+    The product of a plain weight is torch's own: it accumulates low-precision inputs in float32 and follows autocast,
+    and widening a whole weight matrix at every call would buy nothing. The activation is taken in float32.
+    A quantized weight is widened to float32 and everything is computed in that.
+    """
+    if not isinstance(weight, Tensor):
+        return _quantized(x, weight, bias, activation)
+    out = F.linear(x, weight, bias)
+    if activation is None:
+        return out
+    return activate(out.to(compute_dtype(out)), activation).to(out.dtype)
+
+
+def _quantized(
+    x: Tensor, weight: QuantizedTensor | PackedWeight, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    source = weight if isinstance(weight, QuantizedTensor) else weight.source
+    act = None if isinstance(weight, QuantizedTensor) else weight.act
+    dtype = compute_dtype(x)
+    wide = x.to(dtype)
+    if act is not None:
+        # From float32 whatever the dtype: which of two codes is nearer must not depend on how wide x came in.
+        stored = dequantize(quantize(x.to(torch.float32), activation_scheme(source.fmt)), dtype)
+        # A gradient passes as if nothing had been rounded.
+        wide = wide + (stored - wide).detach() if x.requires_grad else stored
+    with no_autocast(x.device.type):
+        out = F.linear(wide, dequantize(source, dtype), None if bias is None else bias.to(dtype))
+    return (out if activation is None else activate(out, activation)).to(x.dtype)
+
+
+def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+    """Rows of `weight`; the row `padding_idx` receives no gradient."""
+    return F.embedding(ids, weight, padding_idx)

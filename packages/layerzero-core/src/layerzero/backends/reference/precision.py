@@ -1,4 +1,4 @@
-"""In which precision the reference computes."""
+"""In which precision the reference computes, and how it rounds what is wider."""
 
 from __future__ import annotations
 
@@ -52,3 +52,24 @@ def computable(*tensors: Tensor) -> tuple[Tensor, ...]:
     if dtype is torch.bfloat16 and torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return tensors
     return tuple(tensor.float() for tensor in tensors)
+
+
+def to_odd(x: Tensor) -> Tensor:
+    """float64 to float32, rounded to odd: a later rounding to fewer bits is then as if there had been only one.
+
+    Where x lies between two numbers of float32 it becomes the one whose last bit is set, which keeps it off every tie
+    and every number of the narrower dtype. What float32 cannot hold is left as it is: every narrower dtype has ended
+    before. So are tensors of other dtypes.
+    """
+    if x.dtype != torch.float64:
+        return x
+    given = x.detach()
+    near = given.to(torch.float32)
+    toward = torch.where(given > near.to(torch.float64), torch.inf, -torch.inf).to(torch.float32)
+    other = torch.nextafter(near, toward)  # near and other enclose x
+    both = near.to(torch.float64) + other.to(torch.float64)
+    odd = both - (both / 2).to(torch.float32).to(torch.float64)  # their middle is a tie, which rounds to the even one
+    inexact = near.isfinite() & other.isfinite() & (near.to(torch.float64) != given)
+    # Neighbours differ exactly, so adding the difference gives the rounded number, and x keeps its gradient. (Adding
+    # -0.0 changes nothing; +0.0 would change the sign of -0.0.)
+    return (x + torch.where(inexact, odd - given, -0.0)).to(torch.float32)

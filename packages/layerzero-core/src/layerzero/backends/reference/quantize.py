@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerzero.backends.reference.precision import compute_dtype, number
+from layerzero.backends.reference.precision import compute_dtype, number, to_odd
 from layerzero.errors import InvalidInputError
 from layerzero.model.enums import QuantFormat
 from layerzero.model.quant import QuantizedTensor, QuantScheme, format_traits
@@ -163,7 +163,7 @@ def _e4m3_scale(peak: Tensor) -> tuple[Tensor, Tensor]:
     largest = finite.amax() if peak.numel() else peak.new_zeros(())
     tensor_scale = _at_least_tiny(largest / (E2M1_VALUES[-1] * _E4M3_MAX))
     block = (finite / E2M1_VALUES[-1] / tensor_scale).clamp(max=_E4M3_MAX)
-    stored = _float32_to_odd(torch.where(peak.isfinite(), block, torch.nan)).to(torch.float8_e4m3fn)
+    stored = to_odd(torch.where(peak.isfinite(), block, torch.nan)).to(torch.float8_e4m3fn)
     return stored, tensor_scale
 
 
@@ -172,7 +172,7 @@ def _encode(x: Tensor, fmt: QuantFormat, zero_point: Tensor | None) -> Tensor:
     if fmt in (QuantFormat.FP8_E4M3, QuantFormat.FP8_E5M2):
         largest = LARGEST[fmt]
         dtype = torch.float8_e4m3fn if fmt is QuantFormat.FP8_E4M3 else torch.float8_e5m2
-        return _float32_to_odd(x.clamp(-largest, largest)).to(dtype)
+        return to_odd(x.clamp(-largest, largest)).to(dtype)
     x = torch.nan_to_num(x, nan=0.0)  # of a poisoned group, whose scale says so; what NaN becomes as int is undefined
     if fmt in (QuantFormat.INT8, QuantFormat.INT4):
         largest = LARGEST[fmt]
@@ -187,17 +187,6 @@ def _encode(x: Tensor, fmt: QuantFormat, zero_point: Tensor | None) -> Tensor:
         table = _table(NF4_VALUES, x, torch.float64)  # in float32 the midpoints would be rounded
         return torch.bucketize(x.to(torch.float64), (table[1:] + table[:-1]) / 2).to(torch.uint8)
     return _encode_e2m1(x)
-
-
-def _float32_to_odd(x: Tensor) -> Tensor:
-    """float32 on the way to a narrower type: what does not fit leaves a 1 in the last bit, so no tie is made up."""
-    if x.dtype != torch.float64:
-        return x
-    near = x.to(torch.float32)
-    away = (near.to(torch.float64).abs() > x.abs()).to(torch.int32)
-    inexact = (near.to(torch.float64) != x).to(torch.int32)
-    odd = ((near.view(torch.int32) - away) | inexact).view(torch.float32)
-    return torch.where(near.isnan(), near, odd)
 
 
 def _encode_e2m1(x: Tensor) -> Tensor:

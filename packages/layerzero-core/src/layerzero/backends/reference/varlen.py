@@ -2,20 +2,28 @@
 
 Sequence s of the queries is rows cu_seqlens_q[s] to cu_seqlens_q[s + 1], and likewise for keys and values. Positions
 count from the start of each sequence; alignment is that of plain attention, sequence by sequence.
+
+Of a paged KV cache the pages of each sequence are gathered first. The cache of multi-head latent attention (DeepSeek)
+holds for each token one latent vector, shared by all heads, and one rotated key. With the up-projections absorbed into
+the query and the output, the latent vector is key and value at once, and this is attention with a single KV head: key
+[latent, rotated], value [latent].
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from layerzero.backends.reference.attention import attention
 from layerzero.backends.reference.precision import compute_dtype
+from layerzero.errors import invalid
 from layerzero.model.attention import Attended, inside, packed
 from layerzero.model.grouped import GroupedBatch
+from layerzero.model.kv_cache import PagedBatch
 
 Spans = tuple[tuple[int, int], tuple[int, int]]
 
@@ -50,10 +58,10 @@ def varlen_attention(
     def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> Attended:
         return attention(q, k, v, None, 0.0, is_causal, scale, window, softcap, slopes, return_lse, sinks)
 
-    return one_by_one(attend, query, key, value, spans_of(cu_seqlens_q, cu_seqlens_k), alibi_slopes, return_lse)
+    return each_packed(attend, query, key, value, spans_of(cu_seqlens_q, cu_seqlens_k), alibi_slopes, return_lse)
 
 
-def one_by_one(
+def each_packed(
     attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Attended],
     query: Tensor,
     key: Tensor,
@@ -64,12 +72,13 @@ def one_by_one(
 ) -> Attended:
     """The results of `attend` on each sequence that has queries, packed."""
 
-    def sequence(row: int, queries: tuple[int, int], keys: tuple[int, int]) -> Attended:
-        q, k, v = (_heads_first(item, *span) for item, span in ((query, queries), (key, keys), (value, keys)))
-        return attend(q, k, v, slopes_of(slopes, row))
+    def results() -> Iterator[Attended]:
+        for row, (queries, keys) in enumerate(spans):
+            if queries[0] < queries[1]:
+                q, k, v = (heads_first(item, *span) for item, span in ((query, queries), (key, keys), (value, keys)))
+                yield attend(q, k, v, slopes_of(slopes, row))
 
-    found = (sequence(row, *both) for row, both in enumerate(spans) if both[0][0] < both[0][1])
-    return packed(found, query, value, return_lse)
+    return packed(results(), query, value, return_lse)
 
 
 def spans_of(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterable[Spans]:
@@ -79,10 +88,10 @@ def spans_of(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterable[Spans]:
     return zip(itertools.pairwise(ends), itertools.pairwise(others), strict=True)
 
 
-def _heads_first(tokens: Tensor, start: int, end: int) -> Tensor:
-    """Some rows of [tokens, H, D] as [1, H, rows, D]."""
+def heads_first(tokens: Tensor, start: int, end: int, count: int = 1) -> Tensor:
+    """Rows of [T, H, D] that hold `count` sequences of one length, as [count, H, S, D], a view."""
     part = tokens if end - start == tokens.shape[0] else tokens[start:end]
-    return part.transpose(0, 1).unsqueeze(0)
+    return part.view(count, (end - start) // count, *tokens.shape[1:]).transpose(1, 2)
 
 
 def slopes_of(slopes: Tensor | None, row: int, count: int = 1) -> Tensor | None:
@@ -97,25 +106,13 @@ def _readable(*offsets: Tensor) -> bool:
 
 
 def varlen_masked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    is_causal: bool | str,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    return_lse: bool,
-    sinks: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *rest: Any
 ) -> Attended:
     """The same as one attention over all tokens with a block-diagonal mask: no value is read by the host.
 
     Right for any offsets, but its memory grows with the square of the tokens.
     """
+    _, _, is_causal, scale, window, softcap, alibi_slopes, return_lse, *sinks = rest
     seq_q, own_q = _places(cu_seqlens_q, query.shape[0])
     seq_k, own_k = _places(cu_seqlens_k, key.shape[0])
     lengths = cu_seqlens_k.diff() - cu_seqlens_q.diff()
@@ -128,7 +125,7 @@ def varlen_masked(
         bias = -slopes.to(wide).unsqueeze(-1) * (own_k - ends.unsqueeze(-1)).abs()
         mask = bias.masked_fill(~keep, -torch.inf).unsqueeze(0)
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
-    found = attention(q, k, v, mask, 0.0, False, scale, None, softcap, None, return_lse, sinks)
+    found = attention(q, k, v, mask, 0.0, False, scale, None, softcap, None, return_lse, *sinks)
     return packed((found,), query, value, return_lse)
 
 
@@ -161,4 +158,152 @@ def grouped_attention(
     def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> Attended:
         return attention(q, k, v, None, 0.0, alignment, scale, None, None, slopes, return_lse)
 
-    return one_by_one(attend, query, keys, values, batch.spans(), None, return_lse)
+    return each_packed(attend, query, keys, values, batch.spans(), None, return_lse)
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: PagedBatch,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    return_lse: bool,
+    layout: str,
+    sinks: Tensor | None = None,
+    is_causal: bool = True,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+) -> Attended:
+    """Causal (bottom-right) attention of packed queries [total_q, Hq, D] over the pages of their sequences.
+
+    The caches are [blocks, page, Hkv, D] (NHD) or [blocks, Hkv, page, D] (HND). A sequence with no context gives
+    zeros. The log-sum-exp, when asked for, is [total_q, Hq]. Lengths are read from the host side of `batch`, so
+    nothing waits for the device; of a batch made for capture they are read where they are, on the device.
+    """
+    page_size, pages = key_cache.shape[1 if layout == "NHD" else 2], batch.block_tables.shape[1]
+    if batch.max_context_len > pages * page_size:
+        found = f"of {pages} pages of {page_size}"
+        raise invalid("BLOCK_TABLE_INVALID", found, f"a context of {batch.max_context_len} tokens")
+    if query.shape[0] != batch.total_q:
+        raise invalid("SHAPE_INVALID", tuple(query.shape), f"{batch.total_q} packed query tokens")
+    if batch.capture:
+        options = (scale, window, softcap, alibi_slopes, return_lse, layout, sinks, is_causal, k_scale, v_scale)
+        return _on_device(query, key_cache, value_cache, batch, *options)
+    causal = "bottom_right" if is_causal else False
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor, slopes: Tensor | None) -> Attended:
+        keys, values = scaled(keys, k_scale, queries), scaled(values, v_scale, queries)
+        rest = (window, softcap, slopes, return_lse, sinks)
+        return attention(queries, keys, values, None, 0.0, causal, scale, *rest)
+
+    return each_paged(attend, query, (key_cache, value_cache), batch, layout, alibi_slopes, return_lse)
+
+
+def scaled(pages: Tensor, scale: float | Tensor | None, query: Tensor) -> Tensor:
+    """Keys or values [B, Hkv, S, D] times the scale of their cache, which is one number or one for each head."""
+    if scale is None:
+        return pages
+    factor = scale.reshape(-1, 1, 1) if isinstance(scale, Tensor) else scale
+    return pages.to(compute_dtype(query, pages)) * factor
+
+
+def each_paged(
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Attended],
+    query: Tensor,
+    caches: tuple[Tensor, Tensor],
+    batch: PagedBatch,
+    layout: str = "NHD",
+    slopes: Tensor | None = None,
+    return_lse: bool = False,
+    left: int = -1,
+) -> Attended:
+    """The results of `attend` on each sequence that has queries and its tokens of both caches, packed.
+
+    Pages whose keys all lie more than `left` before the first query are not gathered.
+    """
+    page = caches[0].shape[1 if layout == "NHD" else 2]
+
+    def results() -> Iterator[Attended]:
+        start = 0
+        for row, (length, count) in enumerate(zip(batch.context_lens_host, batch.query_lens_host, strict=True)):
+            if not count:
+                continue
+            hidden = 0 if left < 0 else max(0, length - count - left) // page
+            pages = batch.block_tables[row : row + 1, hidden : -(-length // page)]
+            first, second = (all_pages(cache, pages, layout)[:, :, : length - hidden * page] for cache in caches)
+            queries = query[start : start + count].transpose(0, 1).unsqueeze(0)
+            yield attend(queries, first, second, slopes_of(slopes, row))
+            start += count
+
+    return packed(results(), query, caches[1], return_lse)
+
+
+def _on_device(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBatch, *options: Any) -> Attended:
+    """The same with the lengths and pages that the batch's tensors hold when it runs, for a batch made for capture.
+
+    A graph keeps the numbers of the host as they were when it was captured, while `batch.update` changes the tensors.
+    So every token looks at all pages of its row, behind a mask; what the table holds beyond a context is ignored.
+    """
+    scale, window, softcap, alibi_slopes, return_lse, layout, sinks, is_causal, k_scale, v_scale = options
+    tokens = torch.arange(query.shape[0], device=query.device)
+    if batch.query_lens is None:
+        rows, behind = tokens, torch.zeros_like(tokens)
+    else:
+        ends = batch.query_lens.to(torch.int64).cumsum(0)
+        rows = torch.searchsorted(ends, tokens, right=True)
+        behind = ends[rows] - 1 - tokens
+    position = (batch.context_lens.to(torch.int64)[rows] - 1 - behind).unsqueeze(-1)
+    pages = batch.block_tables.to(torch.int64)[rows].clamp(0, key_cache.shape[0] - 1)
+    keys, values = (all_pages(cache, pages, layout) for cache in (key_cache, value_cache))
+    slot = torch.arange(keys.shape[2], device=query.device)
+    last = position if is_causal else position + behind.unsqueeze(-1)  # the newest token of the sequence
+    allowed = slot <= last
+    if window is not None and window[0] >= 0:
+        allowed &= slot >= position - window[0]
+    if window is not None and window[1] >= 0:
+        allowed &= slot <= position + window[1]
+    keys, values = scaled(keys, k_scale, query), scaled(values, v_scale, query)
+    mask = allowed[:, None, None, :]
+    if alibi_slopes is not None:
+        slopes = alibi_slopes[rows] if alibi_slopes.dim() == 2 else alibi_slopes.unsqueeze(0)
+        bias = -slopes.unsqueeze(-1) * (position - slot).abs().unsqueeze(1)
+        mask = bias.unsqueeze(2).masked_fill(~mask, -torch.inf)
+    result = attention(
+        query.unsqueeze(2), keys, values, mask, 0.0, False, scale, None, softcap, None, return_lse, sinks
+    )
+    if isinstance(result, tuple):
+        return result[0].squeeze(2), result[1].squeeze(2)
+    return result.squeeze(2)
+
+
+def all_pages(cache: Tensor, pages: Tensor, layout: str) -> Tensor:
+    """The pages of each row, one after another: [rows, Hkv, blocks * page, D]."""
+    # index_select, unlike cache[pages], refuses a negative page number instead of wrapping it to another sequence.
+    found = torch.index_select(cache, 0, pages.flatten()).view(*pages.shape, *cache.shape[1:])
+    return found.transpose(1, 2).flatten(2, 3) if layout == "HND" else found.flatten(1, 2).transpose(1, 2)
+
+
+def mla_paged_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    return_lse: bool,
+) -> Attended:
+    """Causal (bottom-right) attention of [total_q, H, ckv] and [total_q, H, kpe] over the pages of their sequences.
+
+    The caches are [blocks, page, ckv] and [blocks, page, kpe]; the result is [total_q, H, ckv]. A sequence with no
+    context gives zeros. The log-sum-exp, when asked for, is [total_q, H].
+    """
+    query = torch.cat((q_nope, q_pe), dim=-1)
+
+    def attend(queries: Tensor, rotated: Tensor, latent: Tensor, _: Tensor | None) -> Attended:
+        keys = torch.cat((latent, rotated), dim=-1)
+        return attention(queries, keys, latent, None, 0.0, "bottom_right", scale, None, None, None, return_lse)
+
+    return each_paged(attend, query, (kpe_cache.unsqueeze(2), ckv_cache.unsqueeze(2)), batch, return_lse=return_lse)

@@ -13,13 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from layerzero.backends.reference.paged import all_pages
-from layerzero.backends.reference.paged import one_by_one as each_paged
-from layerzero.backends.reference.varlen import one_by_one as each_packed
-from layerzero.backends.reference.varlen import spans_of
+from layerzero.backends.reference.varlen import all_pages, each_packed, each_paged, spans_of
 from layerzero.backends.sdpa.kernels import group_attention
-from layerzero.backends.sdpa.paged import prepared
-from layerzero.backends.sdpa.varlen import mask_of
+from layerzero.backends.sdpa.varlen import mask_of, prepared
 from layerzero.model.attention import packed, upright
 from layerzero.model.grouped import GroupedBatch
 from layerzero.model.kv_cache import PagedBatch

@@ -159,10 +159,7 @@ def math(
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
-    window: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    return_lse: bool,
+    *_: Any,
 ) -> Any:
     """The unfused path; takes anything SDPA takes."""
     grouped = query.shape[1] != key.shape[1]
@@ -172,20 +169,9 @@ def math(
     return _math(query, key, value, attn_mask, dropout_p, bool(is_causal), None, scale=scale, enable_gqa=grouped)[0]
 
 
-def by_group(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    window: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    return_lse: bool,
-) -> Any:
+def by_group(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
     """Two batched products and a softmax: what `math` does, without a copy of the keys for every query head."""
+    _, _, _, scale, _, _, _, return_lse = rest
     scores = _scores(query, key, scale)
     out = _of_group(torch.softmax(scores, dim=-1), query, value)
     if not return_lse:

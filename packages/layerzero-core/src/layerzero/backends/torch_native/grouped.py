@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from layerzero.backends.reference.precision import computable
+from layerzero.model.attention import upright
 from layerzero.model.grouped import GroupedBatch, Segment
 
 _forward_cpu = torch._scaled_dot_product_flash_attention_for_cpu  # as torch.ops.aten has it, some 5 µs sooner
@@ -41,8 +42,7 @@ def grouped_attention(
 ) -> Any:
     """Blocked attention of the CPU build, or torch's FlashAttention-2 on CUDA, segment by segment."""
     if scale is not None and scale <= 0:
-        # The kernels scale after they mask, and -inf times such a scale is not -inf.
-        query, scale = (query * 0.0, 1.0) if scale == 0 else (-query, -scale)
+        query, scale = upright(query, scale)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         out, lse = _Grouped.apply(query, key, value, batch, causal, scale)  # type: ignore[no-untyped-call]
         return (out, lse) if return_lse else out
@@ -126,9 +126,18 @@ class _Grouped(torch.autograd.Function):
         q, k, v, out, grad = computable(*given, grad.contiguous())
         # Prefixes overlap: what several groups and halves give to one key or query is summed wide, rounded once.
         sums = [torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in (q, k, v)]
-        for piece, rest in ctx.pieces:
-            found = _run_backward(grad, q, k, v, out, lse, piece, rest, ctx.scale)
-            for total, part, rows in zip(sums, found, (piece.queries, piece.keys, piece.keys), strict=True):
+        for piece, rest in ctx.pieces:  # their gradients, from the whole segment's output and log-sum-exp
+            mine, theirs = piece.queries, piece.keys
+            parts = ((grad, mine), (q, mine), (k, theirs), (v, theirs), (out, mine))
+            args = [_heads_first(tokens, rows) for tokens, rows in parts]
+            args.append(lse[:, mine].contiguous().unsqueeze(0))  # CUDA's kernel does not look at its strides
+            if q.is_cuda:
+                cum_q, cum_k, max_q, max_k, state, unused = rest
+                more = (cum_q, cum_k, max_q, max_k, 0.0, piece.causal, state, unused)
+                found = _backward_cuda(*args, *more, scale=ctx.scale)
+            else:
+                found = _backward_cpu(*args, 0.0, piece.causal, scale=ctx.scale)
+            for total, part, rows in zip(sums, found, (mine, theirs, theirs), strict=True):
                 total[rows] += part[0].transpose(0, 1)
         return (*(total.to(dtype) for total in sums), None, None, None)
 
@@ -149,27 +158,6 @@ def _run(
         return out, lse, ()
     out, lse, *rest, _ = _forward_cuda(q, k, v, 0.0, piece.causal, False, scale=scale)
     return out, lse, tuple(rest)
-
-
-def _run_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    piece: _Piece,
-    rest: tuple[Any, ...],
-    scale: float | None,
-) -> Any:
-    """Gradients of q, k and v of one piece, from the whole segment's output and log-sum-exp."""
-    q, k, v = _heads_first(query, piece.queries), _heads_first(key, piece.keys), _heads_first(value, piece.keys)
-    logs = lse[:, piece.queries].contiguous().unsqueeze(0)  # CUDA's kernel does not look at its strides
-    args = (_heads_first(grad, piece.queries), q, k, v, _heads_first(out, piece.queries), logs)
-    if not query.is_cuda:
-        return _backward_cpu(*args, 0.0, piece.causal, scale=scale)
-    cum_q, cum_k, max_q, max_k, state, unused = rest
-    return _backward_cuda(*args, cum_q, cum_k, max_q, max_k, 0.0, piece.causal, state, unused, scale=scale)
 
 
 def _joined(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -189,3 +189,24 @@ def moe(x: Tensor, gate_up: Tensor, down: Tensor, shares: Tensor, topk_ids: Tens
     rows = torch.where(inside, rows, 0.0)
     back = torch.empty_like(slots).scatter_(0, slots, torch.arange(slots.shape[0], device=x.device))
     return _combined(rows[back], _shares_here(shares, topk_ids, expert_offset, experts))
+
+
+# -- as a compiler traces them where a gradient is needed ------------------------------------------------------------
+# torch's own grouped product where it takes the tensors; the reference, which multiplies by every expert, comes last.
+def traced_grouped_gemm(x: Tensor, weights: Tensor, group_sizes: Tensor) -> Tensor:
+    """Rows of x, group after group, each times its group's weight transposed."""
+    if _groupable(x, weights, weights.shape[1]):
+        return grouped_gemm(x, weights, group_sizes)
+    return reference.grouped_gemm(x, weights, group_sizes)
+
+
+def traced_moe(x: Tensor, gate_up: Any, down: Any, *rest: Any) -> Tensor:
+    """The weighted sum of each token's experts."""
+    plain = isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+    alike = plain and gate_up.dtype == down.dtype and down.is_contiguous() and _groupable(x, gate_up, down.shape[2])
+    return moe(x, gate_up, down, *rest) if alike else reference.moe(x, gate_up, down, *rest)
+
+
+def _groupable(x: Tensor, weights: Tensor, other: int) -> bool:
+    fits = x.shape[1] % 8 == 0 and other % 8 == 0
+    return fits and x.dtype == torch.bfloat16 and weights.dtype == torch.bfloat16 and weights.is_contiguous()
