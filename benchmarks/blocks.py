@@ -46,8 +46,8 @@ from layerzero_tune.blocks.cost import Meter
 from layerzero_tune.blocks.plan import BlockPlan
 from layerzero_tune.blocks.search import fastest_each, per_op, told
 from layerzero_tune.timing.clock import Clock, clock_for
+from layerzero_tune.timing.host_load import quick_core
 from layerzero_tune.timing.race import Times
-from layerzero_tune.timing.steady import quick_core
 
 PRECISE = 0.005  # a standard error of the ratios that count: two per cent are to be told from nothing
 JUDGED = ("per_op", "own")

@@ -64,19 +64,19 @@ def a_quiet_tuner() -> Iterator[None]:
     if importlib.util.find_spec("layerzero_tune") is None:
         yield
         return
-    from layerzero_tune.timing import steal_time, torch_default
+    from layerzero_tune.timing import baselines, host_load
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steal_time, "ticks", lambda path="": None)
-        patch.setattr(steal_time, "_PAUSES", ())
-        patch.setattr(torch_default, "CALLING_US", 1e12)
+        patch.setattr(host_load, "ticks", lambda path="": None)
+        patch.setattr(host_load, "_PAUSES", ())
+        patch.setattr(baselines, "CALLING_US", 1e12)
         yield
 
 
 @pytest.fixture
 def held_against_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is for users: a choice that is slower than torch's own code is not stored."""
-    monkeypatch.setattr("layerzero_tune.timing.torch_default.CALLING_US", 1.0)
+    monkeypatch.setattr("layerzero_tune.timing.baselines.CALLING_US", 1.0)
 
 
 class Lab:

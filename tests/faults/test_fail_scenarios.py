@@ -235,8 +235,7 @@ def test_a_graph_unsafe_kernel_is_out_under_graph_strict_mode(alone: Path) -> No
 @pytest.mark.parametrize("harm", ["zeros", "truncated", "text", "missing"])
 def test_a_broken_perfdb_is_set_aside_and_calls_go_on(alone: Path, monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
     from layerzero.perfdb.store import PerfDB
-    from layerzero_tune.perfdb.exchange import verify
-    from layerzero_tune.perfdb.flashinfer import put_tactics
+    from layerzero_tune.perfdb.exchange import put_tactics, verify
 
     path = alone / "times.db"
     if harm != "missing":
@@ -262,7 +261,7 @@ FILLS = """
     from layerzero.runtime.crashes import put
     out = lz.rms_norm(X, W)
     device = lz.explain("rms_norm", X, W).decision.context.device
-    wrote = put(state, SPEC, device, reason("DEVICE_POISONED", "boom", "cuda:0"))
+    wrote = put(SPEC, device, reason("DEVICE_POISONED", "boom", "cuda:0"))
     print(json.dumps({"right": right(X, out), "wrote": wrote, "why": why(), "next": right(X, lz.rms_norm(X, W))}))
 """
 FINE = "import torch\ndef rms_norm(x, weight, eps): return torch.rms_norm(x, (8,), weight, eps)\n"

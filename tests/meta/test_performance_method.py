@@ -15,9 +15,9 @@ from click.testing import CliRunner
 
 from layerzero_cli.root import cli
 from layerzero_tune.bench import contest
-from layerzero_tune.timing import steady
+from layerzero_tune.timing import host_load
+from layerzero_tune.timing.host_load import Pace, pace
 from layerzero_tune.timing.race import race
-from layerzero_tune.timing.steady import Pace, pace
 from tests import own_time
 
 _watch: dict[str, list[str] | None] = {"opened": None}
@@ -63,7 +63,7 @@ def test_a_clock_that_moved_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_pace_is_the_work_and_not_what_interrupts_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.accumulate(itertools.cycle([10_000, 0, 90_000, 0, 400_000, 0]), initial=0)
-    monkeypatch.setattr(steady, "time", SimpleNamespace(perf_counter_ns=lambda: next(ticks)))
+    monkeypatch.setattr(host_load, "time", SimpleNamespace(perf_counter_ns=lambda: next(ticks)))
     assert pace() == 10_000
     assert Pace(100, 110).steady and not Pace(100, 111).steady and not Pace(111, 100).steady
     assert Pace(100, 125).change == 0.25

@@ -127,9 +127,9 @@ def lock_and_policy() -> list[str]:
 @tried
 def measured() -> dict[str, Any]:
     """Recorded, tuned, solved into a table, and the table obeyed; warmed up from the same traffic."""
-    from layerzero_tune.timing import steal_time
+    from layerzero_tune.timing import host_load
 
-    steal_time.ticks, steal_time._PAUSES = (lambda path="": None), ()  # the host of a test serves others
+    host_load.ticks, host_load._PAUSES = (lambda path="": None), ()  # the host of a test serves others
     traffic, database, table = (FOLDER / name for name in ("traffic.json", "perf.db", "table.json"))
     with lz.record(traffic):
         for _ in range(3):

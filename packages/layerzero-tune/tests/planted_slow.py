@@ -126,10 +126,10 @@ def main() -> None:
     from layerzero.jit import cache
     from layerzero.runtime.state import state
     from layerzero_cli import main as cli
-    from layerzero_tune.timing import torch_default
+    from layerzero_tune.timing import baselines
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored, as in a job of the background
-    torch_default.CALLING_US = 1e12  # how fast the kernels are is no matter here
+    baselines.CALLING_US = 1e12  # how fast the kernels are is no matter here
     process._step_back = lambda pid: None
     cache.prepare()
     torch.set_num_threads(1)

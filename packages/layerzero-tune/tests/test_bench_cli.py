@@ -20,8 +20,7 @@ from layerzero.measurements.believed import TORCH_DEFAULT
 from layerzero_cli.calls import context
 from layerzero_cli.root import cli
 from layerzero_tune.bench import contest
-from layerzero_tune.bench.contest import Entry, Outcome, compete
-from layerzero_tune.bench.plot import svg
+from layerzero_tune.bench.contest import Entry, Outcome, compete, svg
 from layerzero_tune.report.data import from_json
 from layerzero_tune.report.page import render
 from layerzero_tune.timing.clock import RULES

@@ -21,8 +21,8 @@ from layerzero.runtime.state import state
 from layerzero.selection.world import Measurements
 from layerzero_cli.root import cli
 from layerzero_tune.blocks import cost as blocks_cost
-from layerzero_tune.blocks import in_place as blocks_place
-from layerzero_tune.blocks import planning as public_blocks
+from layerzero_tune.blocks import plan as public_blocks
+from layerzero_tune.blocks import search as blocks_place
 from layerzero_tune.blocks.block import Block, Ref, Step, attention_input, attention_output, decoder_layer
 from layerzero_tune.blocks.cost import Cost, Meter
 from layerzero_tune.blocks.plan import settled
@@ -150,7 +150,7 @@ def test_views_with_the_heads_first_are_part_of_the_price(monkeypatch: pytest.Mo
 
 @pytest.mark.req("R-PLAN-02")
 def test_plans_are_cached_by_signature_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from layerzero_tune.blocks import planning as blocks
+    from layerzero_tune.blocks import plan as blocks
 
     searches: list[int] = []
     original = blocks.search

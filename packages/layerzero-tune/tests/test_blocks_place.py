@@ -12,11 +12,10 @@ from layerzero.dispatch.run import describe
 from layerzero.runtime.state import state
 from layerzero.selection.world import Measurements
 from layerzero_tune.blocks import cost as blocks_cost
-from layerzero_tune.blocks import in_place as blocks_place
-from layerzero_tune.blocks import planning as public_blocks
+from layerzero_tune.blocks import plan as public_blocks
+from layerzero_tune.blocks import search as blocks_place
 from layerzero_tune.blocks.cost import Candidate, Meter
-from layerzero_tune.blocks.in_place import in_place, time_in_place
-from layerzero_tune.blocks.search import fastest_each
+from layerzero_tune.blocks.search import fastest_each, in_place, time_in_place
 from layerzero_tune.timing.clock import cpu_clock
 from tests import own_time
 from tests.decoder import BLOCK, inputs, layer, truth

@@ -78,18 +78,18 @@ def test_a_second_look_on_a_gpu_decides(monkeypatch):
     looks = iter([{"a": 10.0, "b": 20.0}, {"a": 10.0, "b": 10.1}])
     asked = []
 
-    def elsewhere(self, ctx, near, clock, seconds, noise):
+    def elsewhere(self, ctx, near, clock):
         asked.append(clock)
         return {name: Times(us, us, us, 0.0, 12) for name, us in next(looks).items()}
 
     monkeypatch.setattr(bench_module.Bench, "_elsewhere", elsewhere)
     bench = object.__new__(bench_module.Bench)
-    found = bench._surely(context(), ["a", "b"], cuda_clock, 0.1, 0.0125)
+    found = bench._surely(context(), ["a", "b"], cuda_clock)
     assert (found["b"].median_us, len(asked)) == (pytest.approx(10.1), 2)
     looks = iter([{"a": 10.0, "b": 20.0}])
-    assert bench._surely(context(), ["a", "b"], cpu_clock, 0.1, 0.0125)["b"].median_us == 20.0
+    assert bench._surely(context(), ["a", "b"], cpu_clock)["b"].median_us == 20.0
     looks, bench.thorough = iter([{"a": 10.0, "b": 20.0}]), False  # nobody asked for more than one
-    assert bench._surely(context(), ["a", "b"], cuda_clock, 0.1, 0.0125)["b"].median_us == 20.0
+    assert bench._surely(context(), ["a", "b"], cuda_clock)["b"].median_us == 20.0
 
 
 def test_short_calls_are_close_that_are_further_apart():

@@ -18,12 +18,11 @@ import layerzero as lz
 from layerzero.model.decision import Candidate
 from layerzero.reasons import reason
 from layerzero_cli.output import show
-from layerzero_tune.demo import show as demo
+from layerzero_tune.cli import demo
 from layerzero_tune.demo import tour as demo_tour
 from layerzero_tune.demo.block import KVCache, PlainTorch, Sizes, Weights, forward, sizes_for
 from layerzero_tune.demo.page import render
-from layerzero_tune.demo.stations import DECODE, PREFILL, Check, Tour, verdict
-from layerzero_tune.demo.text import blocks, duration, notes, summary
+from layerzero_tune.demo.stations import DECODE, PREFILL, Check, Tour, blocks, duration, notes, summary, verdict
 
 STATIONS = (*PREFILL, *DECODE)
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -247,7 +246,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one_whole(
         raise OSError("no space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    monkeypatch.setattr(demo, "_take", lambda *_, **__: tour)
+    monkeypatch.setattr(demo_tour, "take", lambda *_, **__: tour)
     assert demo.run(html=path) == 1
     assert "no space left" in capsys.readouterr().err
     assert path.read_text(encoding="utf-8") == "old"

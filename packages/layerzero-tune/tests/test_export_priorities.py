@@ -20,9 +20,8 @@ from layerzero.runtime.state import state
 from layerzero.tables.file import make_table, save_table
 from layerzero_cli.root import cli
 from layerzero_tune.cli.export_priorities import STACKS
-from layerzero_tune.tables.priorities import Export, export_priorities
+from layerzero_tune.tables.priorities import Export, _stacks, export_priorities, stack_of
 from layerzero_tune.tables.solver import times_of
-from layerzero_tune.tables.stacks import _stacks, stack_of
 from layerzero_tune.trial import trial
 
 PACKAGES = Path(__file__).resolve().parents[2]

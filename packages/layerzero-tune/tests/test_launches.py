@@ -10,9 +10,9 @@ import pytest
 
 from layerzero.measurements.believed import NOISE
 from layerzero_tune.timing import launches
+from layerzero_tune.timing.host_load import quick_core
 from layerzero_tune.timing.launches import with_launch, with_launches
 from layerzero_tune.timing.race import Times, winner_of
-from layerzero_tune.timing.steady import quick_core
 
 
 @pytest.mark.req("R-TUNE-01")

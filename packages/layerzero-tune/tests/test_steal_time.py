@@ -21,10 +21,9 @@ from layerzero_tune import trial as trial_module
 from layerzero_tune.cli.tune import _shared
 from layerzero_tune.report.data import figures
 from layerzero_tune.report.perfdb import cases_of
-from layerzero_tune.timing import steal_time as stolen
-from layerzero_tune.timing.host_load import BUSY, Load, load, others
-from layerzero_tune.timing.steal_time import LIMIT, Ticks, ticks, with_little_steal
-from layerzero_tune.timing.torch_default import loses
+from layerzero_tune.timing import host_load as stolen
+from layerzero_tune.timing.baselines import loses
+from layerzero_tune.timing.host_load import BUSY, LIMIT, Load, Ticks, load, others, ticks, with_little_steal
 from layerzero_tune.tuning_run import Outcome
 
 pytestmark = pytest.mark.usefixtures("built_in")

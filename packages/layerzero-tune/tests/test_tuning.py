@@ -30,9 +30,9 @@ from layerzero_tune import tuning_run
 from layerzero_tune.cli import tune as tuning_cli
 from layerzero_tune.drift import Watcher, drifted
 from layerzero_tune.timing import baselines
+from layerzero_tune.timing.baselines import maker
 from layerzero_tune.timing.clock import cpu_clock
-from layerzero_tune.timing.screening import pass_screening, screened
-from layerzero_tune.timing.torch_default import maker
+from layerzero_tune.timing.race import pass_screening, screened
 from layerzero_tune.trial import trial as any_trial
 from layerzero_tune.tuning import _replayed
 from tests import own_time

@@ -329,7 +329,7 @@ def test_the_shell_completes_ops_devices_and_verbs() -> None:
 
 
 def test_demo_is_handed_its_options_and_its_exit_code_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from layerzero_tune.demo import show as demo
+    from layerzero_tune.cli import demo
 
     seen: dict[str, Any] = {}
 

@@ -20,9 +20,8 @@ from layerzero.perfdb.store import PerfDB
 from layerzero.reasons import ReasonCode
 from layerzero.runtime.state import state
 from layerzero_cli.root import cli
-from layerzero_tune import ranks as ranks_module
-from layerzero_tune.perfdb.exchange import prune
-from layerzero_tune.perfdb.flashinfer import Tactic, is_autotune_cache, read_autotune_cache, tactics
+from layerzero_tune import tuning_run as ranks_module
+from layerzero_tune.perfdb.exchange import Tactic, is_autotune_cache, prune, read_autotune_cache, tactics
 from layerzero_tune.trial import trial
 
 FLASH, MATH = "sdpa.attention.flash_cpu", "sdpa.attention.math"
@@ -294,6 +293,6 @@ def test_ranks_share_the_work_and_all_hold_the_merged_result(tmp_path):
 
 def test_one_process_is_one_rank():
     alone = ranks_module.Ranks()
-    assert alone.first and alone.share([1, 2, 3]) == [1, 2, 3] and alone.gathered("x") == ["x"]
+    assert alone.rank == 0 and alone.share([1, 2, 3]) == [1, 2, 3] and alone.gathered("x") == ["x"]
     two = ranks_module.Ranks(1, 2)
     assert two.share([1, 2, 3, 4, 5]) == [2, 4]

@@ -31,13 +31,11 @@ from layerzero.tuning.inputs import Call, build
 from layerzero.tuning.truth import Gate, Verdict, flat
 from layerzero_tune.draws import gate as gate_of
 from layerzero_tune.timing.allocations import Places, room
-from layerzero_tune.timing.baselines import TORCH_DEFAULT
+from layerzero_tune.timing.baselines import TORCH_DEFAULT, Make, maker, result_of
 from layerzero_tune.timing.bucket_edges import confirmed, far_apart, other_end, tied, weighed, within
 from layerzero_tune.timing.clock import Clock, clock_for, cpu_clock, cuda_clock, graphed
 from layerzero_tune.timing.launches import LAUNCH_LOOKS, SAME, with_launches
-from layerzero_tune.timing.race import LOOKS, Times, over_time, race
-from layerzero_tune.timing.screening import pass_screening, screened
-from layerzero_tune.timing.torch_default import Make, maker, result_of
+from layerzero_tune.timing.race import LOOKS, Times, over_time, pass_screening, race, screened
 
 _A_PLACE = 8  # rounds in each place of memory, between those who are close
 _CLOSE_ON_A_CPU = 0.25  # so near the fastest, the mood of the machine may have decided
@@ -65,8 +63,8 @@ class Bench:
         self.wrong: dict[str, Verdict] = {}
         self.absent: dict[str, str] = {}
         self.plain_error: float | None = None  # of torch's own code, where that takes part
-        self._layout: str | None = None
         self._plain: Make | None = None
+        self._seconds, self._noise = 0.0, 0.0
         self._gate: Gate | None = None
 
     def must_compile(self, kernel_id: str) -> bool:
@@ -78,12 +76,11 @@ class Bench:
         """Hold every kernel against the reference that was not yet. Kernels that compile do it here."""
         done = {*self.errors, *self.wrong, *self.absent, *self.late}
         asked = [name for name in self._decision.ranking if name not in {*done, *without}]
-        foreign = _foreign(asked if only is None else [name for name in asked if name in only], self._world)
-        for kernel_id, why in _cheats(foreign, self._ctx.device.device_type).items():
+        asked = [name for name in asked if only is None or name in only]
+        for kernel_id, why in _cheats(_foreign(asked, self._world), self._ctx.device.device_type).items():
             self.wrong[kernel_id] = Verdict(False, why=why)
-            done.add(kernel_id)
-        for kernel_id in self._decision.ranking:
-            if (only is not None and kernel_id not in only) or kernel_id in without or kernel_id in done:
+        for kernel_id in asked:
+            if kernel_id in self.wrong:
                 continue
             kernel = self._world.registry.kernels[kernel_id]
             try:
@@ -113,12 +110,9 @@ class Bench:
     def _admit_torch(self, gate: Gate) -> None:
         """Torch's own code takes part where it gives what the op gives."""
         made = self._call()
-        self._layout = made.layout or made.kwargs.get("layout")
-        plain = maker(self._spec, self._ctx, self._layout)
-        if plain is None:
-            return
-        verdict = gate.check(None, result_of(self._spec, self._layout, plain))
-        if verdict.ok:
+        layout = made.layout or made.kwargs.get("layout")
+        plain = maker(self._spec, self._ctx, layout)
+        if plain is not None and (verdict := gate.check(None, result_of(self._spec, layout, plain))).ok:
             self._plain, self.plain_error = plain, verdict.max_error
 
     def _made_gate(self) -> Gate:
@@ -129,18 +123,19 @@ class Bench:
         except Exception as error:
             if from_outside(error):
                 raise
-            raise TuningError(
-                code="TUNING_IMPOSSIBLE", value=self._ctx.op, limit=f"the reference fails: {error}"
-            ) from error
+            why = f"the reference fails: {error}"
+            raise TuningError(code="TUNING_IMPOSSIBLE", value=self._ctx.op, limit=why) from error
 
     def timed(self, seconds: float, least: int, noise: float) -> tuple[dict[str, Times], bool]:
         """Race those that are right; whoever is hopeless by the fastest of three samples has only those."""
         same = {} if self._ctx.needs_grad else twins({name: self._world.registry.kernels[name] for name in self.errors})
+        self._seconds, self._noise = seconds, noise
         clock = clock_for(self._ctx.device.device_type)
         places = self._places(clock)
         calls = {name: self._step(name, places) for name in self.errors if name not in same}
         if self._plain is not None:
-            calls[TORCH_DEFAULT] = self._torch_step(self._plain, places)
+            plain = self._plain
+            calls[TORCH_DEFAULT] = self._as_called(lambda at: at.prepared(plain), places)
         calls, clock = self._graphs(calls, clock)
         first = screened(calls, clock)
         racing = {name: calls[name] for name in _hopeful(first)}
@@ -158,12 +153,10 @@ class Bench:
             raced = _final(raced, racing, places, rounds, seconds, noise)
         elif clock is cpu_clock:
             raced = _spread(raced, racing, seconds)
-        times = {**self._told_apart(raced, clock, seconds, noise), **slow}
+        times = {**self._told_apart(raced, clock), **slow}
         return times | {name: times[other] for name, other in same.items() if other in times}, outcome.clear
 
-    def _told_apart(
-        self, times: Mapping[str, Times], clock: Clock, seconds: float, noise: float
-    ) -> Mapping[str, Times]:
+    def _told_apart(self, times: Mapping[str, Times], clock: Clock) -> Mapping[str, Times]:
         """Those who tie here, raced once more at other sizes of the bucket."""
         on_cpu = clock is cpu_clock
         near = _near(times, _CLOSE_ON_A_CPU if on_cpu else None)
@@ -171,19 +164,17 @@ class Bench:
             return times
         end = other_end(self._ctx)
         others = [*([] if end is None else [end]), *(within(self._ctx) if on_cpu else [])]
-        raced = [self._surely(ctx, near, clock, seconds, noise) for ctx in others]
+        raced = [self._surely(ctx, near, clock) for ctx in others]
         return weighed(times, *(found for found in raced if found))
 
-    def _surely(self, ctx: Context, near: list[str], clock: Clock, seconds: float, noise: float) -> Mapping[str, Times]:
+    def _surely(self, ctx: Context, near: list[str], clock: Clock) -> Mapping[str, Times]:
         """`_elsewhere`; where someone is far behind on a GPU, with a second look. On a CPU one look is long."""
-        first = self._elsewhere(ctx, near, clock, seconds, noise)
+        first = self._elsewhere(ctx, near, clock)
         if clock is cpu_clock or not self.thorough or not far_apart(first):
             return first
-        return confirmed(first, self._elsewhere(ctx, near, clock, seconds, noise))
+        return confirmed(first, self._elsewhere(ctx, near, clock))
 
-    def _elsewhere(
-        self, ctx: Context, near: list[str], clock: Clock, seconds: float, noise: float
-    ) -> Mapping[str, Times]:
+    def _elsewhere(self, ctx: Context, near: list[str], clock: Clock) -> Mapping[str, Times]:
         """Some kernels raced on another call; nothing where there is no room for it, or it is not for everyone."""
         try:
             made = [build(ctx)]
@@ -199,10 +190,10 @@ class Bench:
             if len(calls) < 2:
                 return {}
             if clock is cpu_clock:
-                return over_time(calls, _SPREAD * seconds / 2, LOOKS // 2).times
+                return over_time(calls, _SPREAD * self._seconds / 2, LOOKS // 2).times
             found = race(
-                calls, least=max(6, _A_PLACE // 2 * len(places)) if self.thorough else 6, seconds=seconds / 2,
-                noise=noise, clock=clock, warmup=1, settle=True, each_round=places.move,
+                calls, least=max(6, _A_PLACE // 2 * len(places)) if self.thorough else 6, seconds=self._seconds / 2,
+                noise=self._noise, clock=clock, warmup=1, settle=True, each_round=places.move,
             ).times  # fmt: skip
         except (LayerZeroError, RuntimeError):  # the first race stands
             return {}
@@ -241,18 +232,13 @@ class Bench:
         if kernel_id not in decision.ranking:
             world, decision = self._world, self._decision
         run = bind(self._spec, decision, world, kernel_id).run
+        return self._as_called(lambda at: at.step(run), places)
+
+    def _as_called(self, made: Callable[[Places], Callable[[], Any]], places: Places) -> Callable[[], Any]:
+        """A step on tensors of its own where kernels write into theirs; with the way back where a gradient is asked."""
         if "inplace" in self._ctx.needs:  # nobody finds what another has written
             places = Places(lambda: self._call().args)
-        if not self._ctx.needs_grad:
-            return places.step(run)
-        args = places.args
-        return _there_and_back(lambda: run(*args), args)
-
-    def _torch_step(self, plain: Make, places: Places) -> Callable[[], Any]:
-        """Torch's own code, as a kernel's step: on tensors of its own where kernels write into theirs, and back."""
-        if "inplace" in self._ctx.needs:
-            places = Places(lambda: self._call().args)
-        call = places.prepared(plain)
+        call = made(places)
         return _there_and_back(call, places.args) if self._ctx.needs_grad else call
 
 
@@ -341,8 +327,5 @@ def _spread(times: Mapping[str, Times], calls: Mapping[str, Callable[[], Any]], 
 
 def _as_steady(found: Times, before: Times) -> Times:
     share = (found.median_us / before.median_us) ** 2
-    return replace(
-        found,
-        variance=min(found.variance, before.variance * share),
-        steady=min(found.steady, before.steady * share),
-    )
+    variance, steady = min(found.variance, before.variance * share), min(found.steady, before.steady * share)
+    return replace(found, variance=variance, steady=steady)

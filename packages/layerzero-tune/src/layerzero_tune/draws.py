@@ -16,7 +16,7 @@ from torch import Tensor
 from layerzero.model.context import Context
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
-from layerzero.numerics.precision import full_float32
+from layerzero.numerics.tolerances import full_float32
 from layerzero.runtime.current import builtin_ops
 from layerzero.tuning.inputs import Call
 from layerzero.tuning.truth import UNLIKELY, Gate, Verdict, chi_square, flat

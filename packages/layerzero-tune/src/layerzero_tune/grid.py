@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import operator
+import math
 import os
 import re
 import tomllib
@@ -94,15 +94,14 @@ class Grid:
     def pick(self, *, device: str | None = None, tags: Iterable[str] = (), ops: Iterable[str] = ()) -> Grid:
         """Those for a kind of device, with any of these tags, of any of these ops."""
         wanted, named = set(tags), set(ops)
-        return Grid(
-            tuple(
-                case
-                for case in self.cases
-                if (device is None or case.on(device))
-                and (not wanted or wanted & set(case.tags))
-                and (not named or case.op in named)
-            )
+        found = (
+            case
+            for case in self.cases
+            if (device is None or case.on(device))
+            and (not wanted or wanted & set(case.tags))
+            and (not named or case.op in named)
         )
+        return Grid(tuple(found))
 
     def __len__(self) -> int:
         return len(self.cases)
@@ -171,9 +170,7 @@ def _expanded(table: Mapping[str, Any], where: str) -> Iterable[Case]:
     if strange:
         raise _bad(where, f"grows names {strange[0]!r}, which is not in each", value=strange[0], limit=sorted(each))
     axes = {name: _values(name, given, where) for name, given in each.items()}
-    count = 1
-    for found in axes.values():
-        count *= len(found)
+    count = math.prod(map(len, axes.values()))
     if count > _MAX_CASES:
         raise _bad(where, f"each makes {count} cases", value=count, limit=_MAX_CASES)
     for chosen in itertools.product(*axes.values()):
@@ -194,10 +191,8 @@ def _values(name: str, given: Any, where: str) -> list[int]:
 
 
 def _range(name: str, given: Mapping[str, Any], where: str) -> list[int]:
-    keys = set(given)
-    if keys not in ({"from", "to", "step"}, {"from", "to", "times"}) or not all(
-        _whole(item) for item in given.values()
-    ):
+    known = set(given) in ({"from", "to", "step"}, {"from", "to", "times"})
+    if not known or not all(_whole(item) for item in given.values()):
         form = "{ from = 1, to = 8, step = 1 } or { from = 1, to = 8, times = 2 }"
         raise _bad(where, f"{name} is no range", value=str(dict(given)), limit=form)
     low, high, grows = given["from"], given["to"], given.get("times")
@@ -205,7 +200,7 @@ def _range(name: str, given: Mapping[str, Any], where: str) -> list[int]:
         raise _bad(where, f"the range of {name} does not grow", value=str(dict(given)), limit="1 <= from <= to")
     if grows is None:
         return list(range(low, high + 1, given["step"])[: _MAX_CASES + 1])
-    sizes = itertools.accumulate(itertools.repeat(grows), operator.mul, initial=low)
+    sizes = (low * grows**power for power in itertools.count())
     return list(itertools.takewhile(lambda size: size <= high, sizes))
 
 
@@ -216,26 +211,15 @@ def _whole(value: Any) -> bool:
 # -- one case -------------------------------------------------------------------------------------
 def _filled(table: Mapping[str, Any], values: Mapping[str, int], where: str) -> Case:
     """The case with its braces filled in."""
-    unknown = set(values) - set(table.get("each", {}))
+    each = table.get("each", {})
+    unknown = sorted(set(values) - set(each))
     if unknown:
-        raise _bad(
-            where, f"no {sorted(unknown)[0]!r} in each", value=sorted(unknown)[0], limit=sorted(table.get("each", {}))
-        )
-    options = {
-        name: _option(name, given, values, where)
-        for name, given in table.items()
-        if name not in _OWN and given is not False
-    }
-    return Case(
-        _text(table["name"], values, where),
-        table["op"],
-        options,
-        tuple(table.get("devices", ())),
-        tuple(table.get("tags", ())),
-        dict(values),
-        tuple(table.get("grows", ())),
-        table,
-    )
+        raise _bad(where, f"no {unknown[0]!r} in each", value=unknown[0], limit=sorted(each))
+    asked = {name: given for name, given in table.items() if name not in _OWN and given is not False}
+    options = {name: _option(name, given, values, where) for name, given in asked.items()}
+    devices, tags, grows = (tuple(table.get(name, ())) for name in ("devices", "tags", "grows"))
+    name = _text(table["name"], values, where)
+    return Case(name, table["op"], options, devices, tags, dict(values), grows, table)
 
 
 def _option(name: str, given: Any, values: Mapping[str, int], where: str) -> Any:

@@ -152,7 +152,9 @@ class _Calls:
         layers = s.layers
         yield self._attention(batch, new, total), layers
         if s.rotary_dim:
-            yield self._rope(batch, new), layers
+            q, k = (self._tensor(batch, new, n, s.head_dim).transpose(1, 2) for n in (s.heads, s.kv_heads))
+            cos, sin = (self._tensor(new, s.rotary_dim // 2, dtype=torch.float32) for _ in range(2))
+            yield self._ctx("rope", q, k, cos, sin, False, "BHSD", None, False, layout="BHSD"), layers
         yield from ((ctx, layers * count) for ctx, count in self._norms(batch, new))
         heads = (s.heads + 2 * s.kv_heads) * s.head_dim
         x = self._tensor(batch, new, s.hidden)
@@ -183,13 +185,6 @@ class _Calls:
         window = None if s.window is None or s.window >= total else (s.window, 0)
         return self._ctx("attention", q, k, v, None, 0.0, causal, None, window, s.softcap, None, False, layout="BHSD")
 
-    def _rope(self, batch: int, new: int) -> Context:
-        s = self._shape
-        q, k = (self._tensor(batch, new, n, s.head_dim).transpose(1, 2) for n in (s.heads, s.kv_heads))
-        table = (new, (s.rotary_dim or s.head_dim) // 2)
-        cos, sin = (self._tensor(*table, dtype=torch.float32) for _ in range(2))
-        return self._ctx("rope", q, k, cos, sin, False, "BHSD", None, False, layout="BHSD")
-
     def _norms(self, batch: int, new: int) -> Iterator[tuple[Context, int]]:
         s = self._shape
         x, weight = self._tensor(batch, new, s.hidden), self._tensor(s.hidden)
@@ -215,21 +210,7 @@ class _Calls:
     def _moe(self, rows: int) -> Context:
         s = self._shape
         k = max(1, s.top_k)
-        first = self._tensor(s.experts, 2 * s.inner, s.hidden)
+        x, first = self._tensor(rows, s.hidden), self._tensor(s.experts, 2 * s.inner, s.hidden)
         second = self._tensor(s.experts, s.hidden, s.inner)
         shares, ids = self._tensor(rows, k, dtype=torch.float32), self._tensor(rows, k, dtype=torch.int64)
-        return self._ctx(
-            "moe",
-            self._tensor(rows, s.hidden),
-            first,
-            second,
-            shares,
-            ids,
-            s.activation,
-            0,
-            None,
-            None,
-            1.702,
-            None,
-            False,
-        )
+        return self._ctx("moe", x, first, second, shares, ids, s.activation, 0, None, None, 1.702, None, False)

@@ -16,7 +16,7 @@ import shutil
 import stat
 import tarfile
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path, PurePosixPath
@@ -79,13 +79,8 @@ def pack(warmed: Warmup, path: str | os.PathLike[str], *, key: str | os.PathLike
     devices = {item.context.device for item in warmed.items}
     if len(devices) != 1:
         raise InvalidInputError(code="VALUE_INVALID", value=f"calls for {len(devices)} devices", limit="one device")
-    return _pack(artifacts, devices.pop(), Path(path), None if key is None else Path(key))
-
-
-def _pack(artifacts: Collection[Artifact], device: DeviceSpec, path: Path, key: Path | None) -> Packed:
-    folder = _prepared()
-    entries = [entry for entry in Index(folder).entries() if entry.artifact in artifacts and not entry.error]
-    hardware = hardware_of(device)
+    path, hardware = Path(path), hardware_of(devices.pop())
+    entries = [entry for entry in Index(_prepared()).entries() if entry.artifact in artifacts and not entry.error]
     foreign = [entry.kernel_id for entry in entries if entry.values[1] != hardware.signature]
     if foreign or not entries:
         what = ", ".join(foreign) or "none of these calls has a compiled artifact"
@@ -111,7 +106,7 @@ def _pack(artifacts: Collection[Artifact], device: DeviceSpec, path: Path, key: 
         "files": {name: asdict(_described(name, source, places)) for name, source in found.items()},
     }
     digest = digest_of(head)
-    signature = None if key is None else sign(digest, key, _SIGNED)
+    signature = None if key is None else sign(digest, Path(key), _SIGNED)
     text = json.dumps({**head, "content_hash": digest, "signature": signature}).encode()
     temp = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -180,25 +175,23 @@ def unpack(path: str | os.PathLike[str], *, key: str | os.PathLike[str] | None =
     with a PACK_* reason for one that is damaged, unsigned, unsafe, or made for another device, driver or version of a
     library.
     """
-    found = _checked(Path(path), DeviceSpec.detect(device), env.read().table_key if key is None else key)
-    if state.loaded:
-        with state.changing():
-            state.publish(ready=state.world.ready | frozenset(found.artifacts))
-    return found
-
-
-def _checked(path: Path, device: DeviceSpec, trusted: str | os.PathLike[str] | None) -> Packed:
+    trusted, where = env.read().table_key if key is None else key, DeviceSpec.detect(device)
     folder = _prepared()
     try:
         with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size > MAX_BYTES:
-                raise _refused("PACK_TOO_LARGE", f"{os.fstat(file.fileno()).st_size} bytes", f"{MAX_BYTES} bytes")
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_BYTES:
+                raise _refused("PACK_TOO_LARGE", f"{size} bytes", f"{MAX_BYTES} bytes")
             with tarfile.open(fileobj=file, mode="r|") as tar:
-                return _unpacked(tar, folder, device, None if trusted is None else Path(trusted))
+                found = _unpacked(tar, folder, where, None if trusted is None else Path(trusted))
     except FileNotFoundError:
         raise _refused("CONFIG_FILE_MISSING", str(path)) from None
     except (tarfile.TarError, EOFError, UnicodeError) as error:
         raise _refused("PACK_INVALID", f"{type(error).__name__}: {error}") from None
+    if state.loaded:
+        with state.changing():
+            state.publish(ready=state.world.ready | frozenset(found.artifacts))
+    return found
 
 
 def _unpacked(tar: tarfile.TarFile, folder: Path, device: DeviceSpec, key: Path | None) -> Packed:
@@ -278,9 +271,8 @@ def _checked_files(given: Mapping[str, Any], places: Mapping[str, Path]) -> dict
     if bad:
         raise _refused("PACK_INVALID", f"{bad[0][:80]} has an impossible size or mode")
     if total > MAX_BYTES or len(files) > MAX_FILES:
-        raise _refused(
-            "PACK_TOO_LARGE", f"{total} bytes in {len(files)} files", f"{MAX_BYTES} bytes, {MAX_FILES} files"
-        )
+        limit = f"{MAX_BYTES} bytes, {MAX_FILES} files"
+        raise _refused("PACK_TOO_LARGE", f"{total} bytes in {len(files)} files", limit)
     for name in files:
         _place(name, places)
     return files

@@ -165,7 +165,7 @@ def trial(
             out = _admitted(bench, only, kept)  # others may be the fastest after all: the race is run again with them
         busy = others(before, load())
     if not ctx.needs_grad and here.registry is state.world.registry:
-        proof_registry.tuned(state, ctx, bench.errors)
+        proof_registry.tuned(ctx, bench.errors)
     around = surroundings(ctx, found.stolen, busy)
     wrong = [refused_row(here, spec, ctx, name, verdict, around) for name, verdict in bench.wrong.items()]
     refused = {**bench.absent, **{name: verdict.why for name, verdict in bench.wrong.items()}}

@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from layerzero_tune.tuning_run import Progress, Tuned
 
 
-def _device(word: str | DeviceSpec | None) -> DeviceSpec | None:
-    return probe_device(word) if isinstance(word, str) else word
-
-
 # -- tuning ------------------------------------------------------------------------------------------
 def tune(
     source: Any,
@@ -70,11 +66,11 @@ def tune(
     for name, given in (("budget", budget), ("compile_seconds", compile_seconds)):
         if given is not None and (isinstance(given, bool) or not given > 0):
             raise invalid("VALUE_INVALID", f"{name}={given!r}", "a positive number of seconds")
-    from layerzero_tune.ranks import Ranks
-    from layerzero_tune.tuning_run import COMPILE_S, Interrupted, tune_calls
+    from layerzero_tune.ruled_out import chosen_now
+    from layerzero_tune.tuning_run import COMPILE_S, Interrupted, Ranks, tune_calls
 
     db = database_of(database)
-    where = _device(device)
+    where = probe_device(device) if isinstance(device, str) else device
     ranks = Ranks.of_process()
     jit, stopped = "block" if compile else "off", False
     if compile_seconds is None and not thorough:
@@ -99,7 +95,8 @@ def tune(
     finally:
         ranks.close()
         _believe(db)
-    found = _with_choices(found)
+    contexts = {item.name: item.trial.context for item in found.outcomes if item.trial is not None}
+    found = replace(found, chosen={name: chosen_now(ctx, state.world) for name, ctx in contexts.items()})
     if stopped:
         raise Interrupted(found)
     return found
@@ -116,28 +113,23 @@ def _replayed(calls: Sequence[tuple[str, Recorded]]) -> list[tuple[str, Recorded
     return found
 
 
-def _with_choices(found: Tuned) -> Tuned:
-    """The result with what selection makes of it."""
-    from layerzero_tune.ruled_out import chosen_now
-
-    contexts = {item.name: item.trial.context for item in found.outcomes if item.trial is not None}
-    return replace(found, chosen={name: chosen_now(ctx, state.world) for name, ctx in contexts.items()})
-
-
 def _remember(found: Tuned, db: PerfDB) -> None:
     """Keep the tuned calls beside the database, so that `lz solve` knows what was meant."""
     calls = tuple(
         replace(item.recorded, context=item.trial.context) for item in found.outcomes if item.trial is not None
     )
     if calls:
-        path = db.path.with_name(f"{db.path.name}.calls.json")
+        path = _calls_beside(db)
         before = load_traffic(path).contexts if path.exists() else ()
         add_to_file(Traffic(tuple(item for item in calls if item.context not in set(before))), path)
 
 
 def calls_path(database: str | os.PathLike[str] | None = None) -> Path:
     """The file that holds the calls `lz.tune` has measured into a database."""
-    db = database_of(database)
+    return _calls_beside(database_of(database))
+
+
+def _calls_beside(db: PerfDB) -> Path:
     return db.path.with_name(f"{db.path.name}.calls.json")
 
 
@@ -234,7 +226,7 @@ def solve(
     from layerzero.tables.file import save_table
     from layerzero_tune.tables.solver import solve_table
 
-    given = _device(device)
+    given = probe_device(device) if isinstance(device, str) else device
     contexts = [item.context for _, item in calls_of(source, device=given)]
     where = _device_for(contexts) if given is None else given
     contexts = [ctx for ctx in contexts if ctx.device.device_type == where.device_type]

@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 from layerzero.errors import LayerZeroError
-from layerzero.measurements.believed import NOISE
 from layerzero.perfdb.measurement import Measurement, bucket_of
 from layerzero.perfdb.store import PerfDB
 from layerzero.recording.traffic import Recorded, context_to_json, volume
@@ -48,23 +49,18 @@ class Ranks:
     @staticmethod
     def of_process() -> Ranks:
         """From the environment that torchrun sets, or from the group that the program has joined already."""
-        import torch.distributed as dist
-
         if not dist.is_available():
             return Ranks()
         local = int(os.environ.get("LOCAL_RANK", "0") or 0)
         if dist.is_initialized():
             size = dist.get_world_size()
-            return Ranks(dist.get_rank(), size, local, _host_group()) if size > 1 else Ranks()
+            # What carries Python objects: the program's own group on the CPU, else one beside it.
+            group = None if size == 1 or dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+            return Ranks(dist.get_rank(), size, local, group) if size > 1 else Ranks()
         if int(os.environ.get("WORLD_SIZE", "1") or 1) < 2 or "RANK" not in os.environ:
             return Ranks()
         dist.init_process_group("gloo")
         return Ranks(dist.get_rank(), dist.get_world_size(), local, None, True)
-
-    @property
-    def first(self) -> bool:
-        """Whether this rank speaks for all."""
-        return self.rank == 0
 
     def share(self, items: Sequence[Item]) -> list[Item]:
         """This rank's part of a list that all ranks hold: every size-th, so that each gets large and small ones."""
@@ -74,24 +70,13 @@ class Ranks:
         """What every rank found, in the order of ranks, on all of them."""
         if self.size == 1:
             return [mine]
-        import torch.distributed as dist
-
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, mine, group=self._group)
         return found
 
     def close(self) -> None:
         if self._own:
-            import torch.distributed as dist
-
             dist.destroy_process_group()
-
-
-def _host_group() -> Any:
-    """A group that carries Python objects: the program's own on the CPU, else one beside it."""
-    import torch.distributed as dist
-
-    return None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
 
 COMPILE_S = 90.0  # that kernels may compile, where nothing is said: a tuning run takes two minutes at most
@@ -145,7 +130,7 @@ class Tuned:
     left: tuple[str, ...] = ()
     seconds: float = 0.0
     ranks: int = 1
-    rows: int = field(default=0)
+    rows: int = 0
     chosen: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -201,7 +186,6 @@ def tune_calls(
     budget: float | None = None,
     seconds: float | None = None,
     seed: int = 0,
-    noise: float = NOISE,
     fresh: bool = False,
     jit: str = "block",
     compile_seconds: float | None = None,
@@ -258,7 +242,7 @@ def tune_calls(
                 ahead.load(name, recorded)
                 late = ahead.late(name, recorded)
             outcome = _one(
-                name, recorded, seconds=seconds, seed=seed, noise=noise, jit=jit, thorough=thorough, late=late,
+                name, recorded, seconds=seconds, seed=seed, jit=jit, thorough=thorough, late=late,
                 compile_until=None if compile_seconds is None else begin + compile_seconds,
             )  # fmt: skip
             if outcome.trial is not None:
@@ -270,10 +254,9 @@ def tune_calls(
     except KeyboardInterrupt as error:
         done = {item.name for item in outcomes}
         left = tuple(name for name, _ in todo if name not in done)
-        seconds_ = time.monotonic() - begin
-        raise Interrupted(
-            Tuned(str(db.path), tuple(outcomes), resumed, left, seconds_, group.size, len(rows))
-        ) from error
+        spent = time.monotonic() - begin
+        tuned = Tuned(str(db.path), tuple(outcomes), resumed, left, spent, group.size, len(rows))
+        raise Interrupted(tuned) from error
     finally:
         if ahead is not None:
             ahead.close()
@@ -288,15 +271,10 @@ def tune_calls(
         journal.finish()
     place = {name: number for number, (name, _) in enumerate(ordered)}
     merged = sorted((item for part in everything for item in part[0]), key=lambda item: place[item.name])
-    return Tuned(
-        str(db.path),
-        tuple(merged),
-        tuple(name for part in everything for name in part[1]),
-        tuple(name for part in everything for name in part[2]),
-        time.monotonic() - begin,
-        group.size,
-        sum(len(part[3]) for part in everything),
-    )
+    done_before = tuple(name for part in everything for name in part[1])
+    not_done = tuple(name for part in everything for name in part[2])
+    count, spent = sum(len(part[3]) for part in everything), time.monotonic() - begin
+    return Tuned(str(db.path), tuple(merged), done_before, not_done, spent, group.size, count)
 
 
 def _hear_interrupts() -> None:
@@ -307,18 +285,14 @@ def _hear_interrupts() -> None:
         signal.signal(signal.SIGINT, handler)
 
 
-def _one(
-    name: str, recorded: Recorded, *, seconds: float | None, seed: int, noise: float, jit: str, thorough: bool,
-    late: frozenset[str], compile_until: float | None,
-) -> Outcome:  # fmt: skip
-    if seconds is None:
-        seconds = _SECONDS if recorded.context.device.device_type == "cpu" else _SECONDS_ON_A_GPU[thorough]
+def _one(name: str, recorded: Recorded, *, seconds: float | None, thorough: bool, **options: Any) -> Outcome:
+    on_cpu = recorded.context.device.device_type == "cpu"
+    seconds = seconds or (_SECONDS if on_cpu else _SECONDS_ON_A_GPU[thorough])
+    least = _SAMPLES[thorough or on_cpu]
     try:
         found = trial(
-            recorded.context, seed=seed, strides=recorded.strides, seconds=seconds, noise=noise, jit=jit,
-            least=_SAMPLES[thorough or recorded.context.device.device_type == "cpu"],
-            thorough=thorough, late=late, compile_until=compile_until,
-        )  # fmt: skip
+            recorded.context, strides=recorded.strides, seconds=seconds, least=least, thorough=thorough, **options
+        )
     except LayerZeroError as error:
         return Outcome(name, recorded, why=str(error))
     return Outcome(name, recorded, found)

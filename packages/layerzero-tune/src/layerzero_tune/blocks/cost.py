@@ -24,7 +24,7 @@ from layerzero.model.context import Context
 from layerzero.model.enums import Platform
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import Op
-from layerzero.numerics import assert_close, tolerance
+from layerzero.numerics import compare, tolerance
 from layerzero.selection.world import World
 from layerzero_tune.timing.clock import clock_for
 from layerzero_tune.timing.launches import with_launch
@@ -161,21 +161,15 @@ class Meter:
         spec = self.world.ops[ctx.op]
         if kernel.kernel_id == spec.fallback_id or spec.fallback_impl is None or ctx.quant_format is not None:
             return True
-        if ctx.op == "attention" and ctx.layout is not None and ctx.layout.value != "BHSD":
-            swapped = tuple(t.transpose(1, 2) if isinstance(t, Tensor) and t.ndim == 4 else t for t in args)
-        else:
-            swapped = args
+        swap = ctx.op == "attention" and ctx.layout is not None and ctx.layout.value != "BHSD"
+        given = tuple(t.transpose(1, 2) if swap and isinstance(t, Tensor) and t.ndim == 4 else t for t in args)
         with torch.no_grad():
-            found, expected = run(*args), spec.fallback_impl(*swapped)
-        if swapped is not args:
+            found, expected = run(*args), spec.fallback_impl(*given)
+        if swap:
             expected = expected.transpose(1, 2)
         bound = tolerance(ctx.op, ctx.dtype, k=ctx.dim("inner") or ctx.dim("k") or ctx.dim("hidden"))
-        for one, other in zip(_tensors(found), _tensors(expected), strict=True):
-            try:
-                assert_close(one, other, bound)
-            except AssertionError:
-                return False
-        return True
+        pairs = zip(_tensors(found), _tensors(expected), strict=True)
+        return all(compare(one, other, bound).ok for one, other in pairs)
 
     def _estimate(self, kernel: KernelSpec, ctx: Context, args: tuple[Any, ...]) -> float:
         call, rate, speed = _ON_CPU if ctx.device.platform is Platform.CPU else _ON_GPU

@@ -131,8 +131,10 @@ def search(block: Block, tensors: Mapping[str, Any], world: World, meter: Meter)
             for stretch in stretches(block, position, weights):
                 for edge, after in _edges(position, stretch, node.tensors, world, meter, _CANDIDATES):
                     considered.append(edge)
-                    kept = _alive(block, edge.end, after)
-                    key = _lying(block, edge.end, kept)
+                    live = block.live(edge.end)
+                    keep = {*live, *block.inputs, *block.weights}
+                    kept = {name: item for name, item in after.items() if name in keep or name.startswith("packed_")}
+                    key = _looks([kept.get(name) for name in live])  # two ways that end alike go on alike
                     total = node.us + edge.us * (1.0 + world.measurements.noise if edge.other else 1.0)
                     best = frontier[edge.end].get(key)
                     if best is None or total < best.us:
@@ -142,24 +144,20 @@ def search(block: Block, tensors: Mapping[str, Any], world: World, meter: Meter)
     return Path(last.edges, tuple(considered))
 
 
-def per_op(block: Block, tensors: Mapping[str, Any], world: World, meter: Meter) -> Path:
+def per_op(block: Block, tensors: Mapping[str, Any], world: World, meter: Meter, candidates: int = 1) -> Path:
     """The path of the public functions called one by one: the block's own steps, each with the kernel selection gives
-    it now. This is what a joint path has to beat, and what runs where it does not."""
-    return _one_by_one(block, tensors, world, meter, 1)
-
-
-def fastest_each(block: Block, tensors: Mapping[str, Any], world: World, meter: Meter) -> Path:
-    """The block's own steps, each with the kernel that is cheapest for the step alone. For comparisons."""
-    return _one_by_one(block, tensors, world, meter, _CANDIDATES)
-
-
-def _one_by_one(block: Block, tensors: Mapping[str, Any], world: World, meter: Meter, candidates: int) -> Path:
+    it now, or the cheapest of several. This is what a joint path has to beat, and what runs where it does not."""
     edges: list[Edge] = []
     for position, step in enumerate(block.steps):
         ways = list(_edges(position, Stretch((step,), 1), tensors, world, meter, candidates))
         edge, tensors = min(ways, key=lambda way: way[0].us * (1.0 + world.measurements.noise * way[0].other))
         edges.append(edge)
     return Path(tuple(edges))
+
+
+def fastest_each(block: Block, tensors: Mapping[str, Any], world: World, meter: Meter) -> Path:
+    """The block's own steps, each with the kernel that is cheapest for the step alone. For comparisons."""
+    return per_op(block, tensors, world, meter, _CANDIDATES)
 
 
 def _edges(
@@ -251,17 +249,6 @@ def _turning(step: Step, tensors: Mapping[str, Any], meter: Meter) -> float:
     made = given[: len(step.outputs)]
     turned = meter.glue("turn" if step.layout == "BHSD" else "turn and copy", lambda: arguments(first, tensors), given)
     return turned.us + meter.glue("turn back", lambda: results(step, made), made).us
-
-
-def _alive(block: Block, position: int, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    keep = {*block.live(position), *block.inputs, *block.weights}
-    return {name: item for name, item in tensors.items() if name in keep or name.startswith("packed_")}
-
-
-def _lying(block: Block, position: int, tensors: Mapping[str, Any]) -> Any:
-    """How the live tensors lie: two ways that end alike go on alike."""
-    names = block.live(position)
-    return tuple(zip(names, _looks([tensors.get(name) for name in names]), strict=True))
 
 
 def _looks(items: Sequence[Any]) -> tuple[Any, ...]:

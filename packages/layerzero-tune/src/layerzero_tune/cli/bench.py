@@ -15,8 +15,10 @@ import click
 from layerzero_cli.completion import complete_kernel, complete_op
 from layerzero_cli.explaining import call_options
 from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain, working
+from layerzero_cli.root import cli
 from layerzero_cli.verbs import OK, PROBLEM, verb
 from layerzero_cli.words import known_names
+from layerzero_tune.timing.host_load import BUSY
 
 if TYPE_CHECKING:
     from layerzero_tune.bench.contest import Entry, Outcome
@@ -24,75 +26,71 @@ if TYPE_CHECKING:
 _BAR = 24
 _COLUMNS = ("case", "op", "dtype", "kernel", "median_us", "p95_us", "samples", "max_error", "times_torch", "chosen",
             "note")  # fmt: skip
-_FILE = click.Path(path_type=Path, dir_okay=False)
+FILE = click.Path(path_type=Path, dir_okay=False)
 
 
-def add(group: click.Group) -> None:
-    """Declare the verb."""
+@verb(cli, "bench")
+@click.argument("op", required=False, shell_complete=complete_op)
+@call_options
+@click.option("--grid", type=FILE, help="The cases of a grid file instead of one call.")
+@click.option("--tag", multiple=True, help="Of the grid only cases with this tag; may be repeated.")
+@click.option(
+    "--kernel", multiple=True, help="Only this kernel or backend; may be repeated.", shell_complete=complete_kernel
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.01, 600),
+    default=2.0,
+    show_default=True,
+    help="Time for the race of one case.",
+)
+@click.option(
+    "--mode",
+    type=click.Choice(["eager", "graph"]),
+    default="eager",
+    show_default=True,
+    help="eager: each call by itself, on a GPU with a cold cache; graph: replayed CUDA graphs.",
+)
+@click.option("--no-check", is_flag=True, help="Do not compare results with the reference.")
+@click.option("--out", type=FILE, help="Also write the measurements as JSON, for lz report.")
+@click.option("--csv", "table", type=FILE, help="Also write them as CSV.")
+@click.option("--plot", type=FILE, help="Also draw them as SVG.")
+def bench(
+    op: str | None, grid: Path | None, tag: tuple[str, ...], kernel: tuple[str, ...], seconds: float, mode: str,
+    no_check: bool, out: Path | None, table: Path | None, plot: Path | None, **options: Any,
+) -> Answer:  # fmt: skip
+    """Time every kernel that may run a call, head to head.
 
-    @verb(group, "bench")
-    @click.argument("op", required=False, shell_complete=complete_op)
-    @call_options
-    @click.option("--grid", type=_FILE, help="The cases of a grid file instead of one call.")
-    @click.option("--tag", multiple=True, help="Of the grid only cases with this tag; may be repeated.")
-    @click.option(
-        "--kernel", multiple=True, help="Only this kernel or backend; may be repeated.", shell_complete=complete_kernel
-    )
-    @click.option(
-        "--seconds",
-        type=click.FloatRange(0.01, 600),
-        default=2.0,
-        show_default=True,
-        help="Time for the race of one case.",
-    )
-    @click.option(
-        "--mode",
-        type=click.Choice(["eager", "graph"]),
-        default="eager",
-        show_default=True,
-        help="eager: each call by itself, on a GPU with a cold cache; graph: replayed CUDA graphs.",
-    )
-    @click.option("--no-check", is_flag=True, help="Do not compare results with the reference.")
-    @click.option("--out", type=_FILE, help="Also write the measurements as JSON, for lz report.")
-    @click.option("--csv", "table", type=_FILE, help="Also write them as CSV.")
-    @click.option("--plot", type=_FILE, help="Also draw them as SVG.")
-    def bench(
-        op: str | None, grid: Path | None, tag: tuple[str, ...], kernel: tuple[str, ...], seconds: float, mode: str,
-        no_check: bool, out: Path | None, table: Path | None, plot: Path | None, **options: Any,
-    ) -> Answer:  # fmt: skip
-        """Time every kernel that may run a call, head to head.
+    \b
+    lz bench attention --shape 1,8,256,64 --causal --dtype fp32
+    lz bench rms_norm --shape 512,4096 --kernel torch --plot norms.svg
+    lz bench --grid benchmarks/grid.toml --tag decode --out decode.json
 
-        \b
-        lz bench attention --shape 1,8,256,64 --causal --dtype fp32
-        lz bench rms_norm --shape 512,4096 --kernel torch --plot norms.svg
-        lz bench --grid benchmarks/grid.toml --tag decode --out decode.json
+    All of them in the same rounds, results held against the reference first; a wrong one is not timed. Exit code 1
+    when nothing could be timed.
+    """
+    from layerzero_tune.bench.contest import compete, svg
 
-        All of them in the same rounds, results held against the reference first; a wrong one is not timed. Exit code 1
-        when nothing could be timed.
-        """
-        from layerzero_tune.bench.contest import compete
-        from layerzero_tune.bench.plot import svg
-
-        known_names(kernel, kernels=True)
-        found: list[Outcome] = []
-        refused: list[tuple[str, str]] = []
-        with working("measuring"):
-            for name, ctx in _asked(op, options, grid, tag):
-                if mode == "graph" and ctx.device.device_type != "cuda":
-                    raise click.UsageError("--mode graph needs a CUDA device")
-                try:
-                    found.append(compete(name, ctx, seconds=seconds, mode=mode, only=kernel, check=not no_check))
-                except RuntimeError as error:  # torch: out of memory, not on this device
-                    refused.append((name, str(error).splitlines()[0]))
-        data = document(found, seconds=seconds)
-        blocks = _blocks(found, refused)
-        if out is not None:
-            blocks.append(written(out, json.dumps(data, indent=1, allow_nan=False) + "\n"))
-        if table is not None:
-            blocks.append(written(table, _csv(found)))
-        if plot is not None:
-            blocks.append(written(plot, svg(found)))
-        return Answer(data, blocks, OK if any(item.times for item in found) else PROBLEM)
+    known_names(kernel, kernels=True)
+    found: list[Outcome] = []
+    refused: list[tuple[str, str]] = []
+    with working("measuring"):
+        for name, ctx in _asked(op, options, grid, tag):
+            if mode == "graph" and ctx.device.device_type != "cuda":
+                raise click.UsageError("--mode graph needs a CUDA device")
+            try:
+                found.append(compete(name, ctx, seconds=seconds, mode=mode, only=kernel, check=not no_check))
+            except RuntimeError as error:  # torch: out of memory, not on this device
+                refused.append((name, str(error).splitlines()[0]))
+    data = document(found, seconds=seconds)
+    blocks = _blocks(found, refused)
+    if out is not None:
+        blocks.append(written(out, json.dumps(data, indent=1, allow_nan=False) + "\n"))
+    if table is not None:
+        blocks.append(written(table, _csv(found)))
+    if plot is not None:
+        blocks.append(written(plot, svg(found)))
+    return Answer(data, blocks, OK if any(item.times for item in found) else PROBLEM)
 
 
 def document(found: Sequence[Outcome], **more: Any) -> dict[str, Any]:
@@ -154,8 +152,6 @@ def _asked(
 
 # -- text -------------------------------------------------------------------------------------------------
 def _blocks(found: Sequence[Outcome], refused: Sequence[tuple[str, str]]) -> list[Block]:
-    from layerzero_tune.timing.host_load import BUSY
-
     blocks: list[Block] = []
     for outcome in found:
         if blocks:
@@ -164,8 +160,7 @@ def _blocks(found: Sequence[Outcome], refused: Sequence[tuple[str, str]]) -> lis
         place = ctx.device.name or ctx.device.device_type
         blocks += [Line(outcome.name, "bold"), Line(f"{ctx.dtype} on {place}, {outcome.mode}", "dim", indent=2)]
         blocks.append(Line(f"a time, for all alike: {outcome.rule}", "dim", indent=2, hang=2))
-        rows = [(name, entry) for name, entry in outcome.kernels.items()]
-        rows.sort(key=lambda row: (row[1].us is None, row[1].us, row[0]))
+        rows = sorted(outcome.kernels.items(), key=lambda row: (row[1].us is None, row[1].us, row[0]))
         shown = [_row(name, entry, outcome) for name, entry in rows]
         if outcome.torch.us is not None:
             shown.append(_row("torch default", outcome.torch, outcome))
@@ -191,11 +186,8 @@ def _row(name: str, entry: Entry, outcome: Outcome) -> tuple[str | Cell, ...]:
     bar = ("#" if is_plain(sys.stdout) else "█") * max(1, round(_BAR * entry.us / longest))
     mark = " chosen" if name == outcome.chosen else ""
     style = "bold green" if name == outcome.chosen else ""
-    return Cell(name, style), _time(entry.us), _times_torch(entry, outcome), _error(entry), Cell(bar + mark, style)
-
-
-def _time(us: float) -> str:
-    return f"{us / 1e3:.2f} ms" if us >= 1e4 else f"{us:.1f} µs"
+    time = f"{entry.us / 1e3:.2f} ms" if entry.us >= 1e4 else f"{entry.us:.1f} µs"
+    return Cell(name, style), time, _times_torch(entry, outcome), _error(entry), Cell(bar + mark, style)
 
 
 def _error(entry: Entry) -> str:

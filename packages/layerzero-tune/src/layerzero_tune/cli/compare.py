@@ -12,8 +12,10 @@ import click
 
 from layerzero_cli.html import breakable, escaped, page
 from layerzero_cli.output import Answer, Block, Line, Table
+from layerzero_cli.root import cli
 from layerzero_cli.verbs import verb
 from layerzero_tune.cli.bench import written
+from layerzero_tune.timing.host_load import BUSY
 
 if TYPE_CHECKING:
     from layerzero_tune.bench.compare import Comparison
@@ -25,36 +27,33 @@ _STYLE = (
 )
 
 
-def add(group: click.Group) -> None:
-    """Declare the verb."""
+@verb(cli, "compare")
+@click.argument("before", metavar="BEFORE")
+@click.argument("after", metavar="[AFTER]", required=False)
+@click.option("--seconds", type=click.FloatRange(0.1, 600), default=5.0, show_default=True, help="For the race.")
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write it as one page.")
+def compare(before: str, after: str | None, seconds: float, html: Path | None) -> Answer:
+    """Time a model or a function before and after, in one interleaved run.
 
-    @verb(group, "compare")
-    @click.argument("before", metavar="BEFORE")
-    @click.argument("after", metavar="[AFTER]", required=False)
-    @click.option("--seconds", type=click.FloatRange(0.1, 600), default=5.0, show_default=True, help="For the race.")
-    @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write it as one page.")
-    def compare(before: str, after: str | None, seconds: float, html: Path | None) -> Answer:
-        """Time a model or a function before and after, in one interleaved run.
+    \b
+    lz compare bench.py:model                       a model as it is, and patched
+    lz compare bench.py:plain bench.py:with_lz      two functions
 
-        \b
-        lz compare bench.py:model                       a model as it is, and patched
-        lz compare bench.py:plain bench.py:with_lz      two functions
+    BEFORE is FILE.py:NAME or MODULE:NAME, a function without arguments that returns what to call and its inputs:
+    (model, inputs). AFTER is the same, or returns what to call alone; it gets the same inputs. Without it BEFORE
+    has to be a model that lz.patch knows. Both run without gradients.
+    """
+    from layerzero_tune.bench.compare import compare as hold
 
-        BEFORE is FILE.py:NAME or MODULE:NAME, a function without arguments that returns what to call and its inputs:
-        (model, inputs). AFTER is the same, or returns what to call alone; it gets the same inputs. Without it BEFORE
-        has to be a model that lz.patch knows. Both run without gradients.
-        """
-        from layerzero_tune.bench.compare import compare as hold
-
-        made = _made(before)
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise click.UsageError(f"{before} returns {type(made).__name__}, not (what to call, its inputs)")
-        other = None if after is None else _made(after)
-        found = hold(*made, other[0] if isinstance(other, tuple) else other, seconds=seconds)
-        blocks = _blocks(found)
-        if html is not None:
-            blocks.append(written(html, _page(before, found)))
-        return Answer(found.to_json(), blocks)
+    made = _made(before)
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise click.UsageError(f"{before} returns {type(made).__name__}, not (what to call, its inputs)")
+    other = None if after is None else _made(after)
+    found = hold(*made, other[0] if isinstance(other, tuple) else other, seconds=seconds)
+    blocks = _blocks(found)
+    if html is not None:
+        blocks.append(written(html, _page(before, found)))
+    return Answer(found.to_json(), blocks)
 
 
 def _made(word: str) -> Any:
@@ -84,8 +83,6 @@ def _rows(found: Comparison) -> list[tuple[str, str, str, str]]:
 
 
 def _told(found: Comparison) -> tuple[str, list[str]]:
-    from layerzero_tune.timing.host_load import BUSY
-
     notes = [] if found.difference is None else [f"results differ by at most {found.difference:.1e}"]
     if found.busy > BUSY:
         notes.append(f"other programs used {found.busy:.0%} of the cores meanwhile: compare again when it is quiet")

@@ -9,39 +9,39 @@ from typing import TYPE_CHECKING
 import click
 
 from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table
+from layerzero_cli.root import cli
 from layerzero_cli.verbs import OK, PROBLEM, verb
 
 if TYPE_CHECKING:
     from layerzero.model.dispatch_table import PlanEntry
     from layerzero_tune.tables.priorities import Case, Export, Setting
 
-# Not read from plans.stacks, which would be loaded for every `lz --help`; a test keeps the two alike.
+# Not read from stacks.json by way of tables.priorities, which loads torch; a test keeps the two alike.
 STACKS = ("vllm", "sglang", "transformers", "diffusers")
 
 
-def add(group: click.Group) -> None:
-    """Declare the verb."""
-    path = click.Path(path_type=Path)
+path = click.Path(path_type=Path)
 
-    @verb(group, "export-priorities")
-    @click.argument("table", type=path, default=Path("dispatch_table.json"))
-    @click.option("--for", "stack", type=click.Choice(STACKS), required=True, help="The stack to write settings for.")
-    @click.option("--database", type=path, help="Measured times; default: the policy's, else the user's own.")
-    def export(table: Path, stack: str, database: Path | None) -> Answer:
-        """Say in another stack's settings what TABLE says, a file of lz solve.
 
-        \b
-        lz export-priorities --for vllm
-        lz export-priorities h200.json --for sglang --database h200.db
+@verb(cli, "export-priorities")
+@click.argument("table", type=path, default=Path("dispatch_table.json"))
+@click.option("--for", "stack", type=click.Choice(STACKS), required=True, help="The stack to write settings for.")
+@click.option("--database", type=path, help="Measured times; default: the policy's, else the user's own.")
+def export(table: Path, stack: str, database: Path | None) -> Answer:
+    """Say in another stack's settings what TABLE says, a file of lz solve.
 
-        Each line comes with the measured cases behind it. A stack takes one value where the table has many: what that
-        costs is said, with times from the database where they are known. Exit code 1: nothing could be said.
-        """
-        from layerzero.tables.file import load_table
-        from layerzero_tune.tables.priorities import export_priorities
+    \b
+    lz export-priorities --for vllm
+    lz export-priorities h200.json --for sglang --database h200.db
 
-        found = export_priorities(load_table(table), stack, _times(database))
-        return Answer(found.to_json(), _blocks(table, found), OK if found.settings else PROBLEM)
+    Each line comes with the measured cases behind it. A stack takes one value where the table has many: what that
+    costs is said, with times from the database where they are known. Exit code 1: nothing could be said.
+    """
+    from layerzero.tables.file import load_table
+    from layerzero_tune.tables.priorities import export_priorities
+
+    found = export_priorities(load_table(table), stack, _times(database))
+    return Answer(found.to_json(), _blocks(table, found), OK if found.settings else PROBLEM)
 
 
 def _times(database: Path | None) -> Callable[[PlanEntry], dict[str, float]] | None:
@@ -78,12 +78,12 @@ def _blocks(table: Path, found: Export) -> list[Block]:
 
 
 def _rows(item: Setting) -> list[tuple[str | Cell, ...]]:
-    rows: list[tuple[str | Cell, ...]] = []
-    for mark, cases in (("for", item.backed), ("against", item.lost), ("no name", item.nameless)):
-        for case in cases:
-            style = "green" if mark == "for" else "yellow"
-            rows.append((Cell(mark, style), case.kernel_id, _us(case), f"{case.op} {case.bucket}"))
-    return rows
+    marked = (("for", "green", item.backed), ("against", "yellow", item.lost), ("no name", "yellow", item.nameless))
+    return [
+        (Cell(mark, style), case.kernel_id, _us(case), f"{case.op} {case.bucket}")
+        for mark, style, cases in marked
+        for case in cases
+    ]
 
 
 def _us(case: Case) -> str:

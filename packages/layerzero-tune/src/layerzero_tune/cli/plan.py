@@ -8,33 +8,31 @@ from typing import Any
 import click
 
 from layerzero_cli.output import Answer, working
+from layerzero_cli.root import cli
 from layerzero_cli.verbs import verb
 
 
-def add(group: click.Group) -> None:
-    """Declare the verb."""
+@verb(cli, "plan")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of a sequence.")
+@click.option("--device", default=None, help="Where to plan; default: the first accelerator, else the CPU.")
+@click.option("--measure", is_flag=True, help="Time kernels here instead of estimating what was never measured.")
+def plan(config: Path, batch: int, tokens: int, device: str | None, measure: bool) -> Answer:
+    """Plan a decoder layer of the model in CONFIG (config.json or a model folder).
 
-    @verb(group, "plan")
-    @click.argument("config", type=click.Path(path_type=Path))
-    @click.option("--batch", type=click.IntRange(min=1), default=1, show_default=True)
-    @click.option("--tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of a sequence.")
-    @click.option("--device", default=None, help="Where to plan; default: the first accelerator, else the CPU.")
-    @click.option("--measure", is_flag=True, help="Time kernels here instead of estimating what was never measured.")
-    def plan(config: Path, batch: int, tokens: int, device: str | None, measure: bool) -> Answer:
-        """Plan a decoder layer of the model in CONFIG (config.json or a model folder).
+    \b
+    lz plan path/to/model --batch 4 --tokens 512 --measure
 
-        \b
-        lz plan path/to/model --batch 4 --tokens 512 --measure
+    Norm, projections, rope, attention, add and norm, MLP, planned together: fused ops, packed projections and
+    layouts are weighed by time. Shows the path, what each op alone would cost, and what was rejected.
+    """
+    from layerzero_tune.blocks.plan import plan_block
 
-        Norm, projections, rope, attention, add and norm, MLP, planned together: fused ops, packed projections and
-        layouts are weighed by time. Shows the path, what each op alone would cost, and what was rejected.
-        """
-        from layerzero_tune.blocks.planning import plan_block
-
-        block, tensors = _layer(config, batch, tokens, device)
-        with working(f"planning {block.name}"):
-            report = plan_block(block, tensors, measure=measure).explain()
-        return Answer(report.to_json(), report.blocks())
+    block, tensors = _layer(config, batch, tokens, device)
+    with working(f"planning {block.name}"):
+        report = plan_block(block, tensors, measure=measure).explain()
+    return Answer(report.to_json(), report.blocks())
 
 
 def _layer(config: Path, batch: int, tokens: int, device: str | None) -> tuple[Any, dict[str, Any]]:

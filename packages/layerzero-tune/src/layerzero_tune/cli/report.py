@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from layerzero_cli.output import Answer, Block, Line, Table, working
+from layerzero_cli.root import cli
 from layerzero_cli.verbs import verb
-from layerzero_tune.cli.bench import written
+from layerzero_tune.cli.bench import FILE, written
 
 if TYPE_CHECKING:
     from layerzero_tune.report.data import Figures, Measured
@@ -20,50 +21,37 @@ _MAX_BYTES = 256 << 20
 _UNSAID = "not written down"
 
 
-def add(group: click.Group) -> None:
-    """Declare the verb."""
+@verb(cli, "report")
+@click.argument("measured", nargs=-1, type=FILE)
+@click.option("--perfdb", type=FILE, help="Read this database instead of the one in use.")
+@click.option("--out", type=FILE, default=Path("layerzero-report.html"), show_default=True, help="Where the page goes.")
+@click.option("--no-torch", is_flag=True, help="From PerfDB: do not time plain torch beside what was tuned.")
+def report(measured: tuple[Path, ...], perfdb: Path | None, out: Path, no_torch: bool) -> Answer:
+    """Write what was measured as one HTML page.
 
-    @verb(group, "report")
-    @click.argument("measured", nargs=-1, type=click.Path(path_type=Path, dir_okay=False))
-    @click.option(
-        "--perfdb",
-        type=click.Path(path_type=Path, dir_okay=False),
-        help="Read this database instead of the one in use.",
-    )
-    @click.option(
-        "--out",
-        type=click.Path(path_type=Path, dir_okay=False),
-        default=Path("layerzero-report.html"),
-        show_default=True,
-        help="Where the page goes.",
-    )
-    @click.option("--no-torch", is_flag=True, help="From PerfDB: do not time plain torch beside what was tuned.")
-    def report(measured: tuple[Path, ...], perfdb: Path | None, out: Path, no_torch: bool) -> Answer:
-        """Write what was measured as one HTML page.
+    \b
+    lz report                                          what lz tune has put into PerfDB
+    lz report bench.json --out bench.html              what lz bench --out bench.json has written
 
-        \b
-        lz report                                          what lz tune has put into PerfDB
-        lz report bench.json --out bench.html              what lz bench --out bench.json has written
+    Winner maps, the speed-up against torch and against each single library, and every case with times and errors.
+    The page needs nothing else and can be sent around. Plain torch was timed with the kernels; for times of before
+    that was so it is timed beside them now, a fraction of a second a call.
+    """
+    from layerzero_tune.report.data import figures
+    from layerzero_tune.report.page import render
 
-        Winner maps, the speed-up against torch and against each single library, and every case with times and errors.
-        The page needs nothing else and can be sent around. Plain torch was timed with the kernels; for times of before
-        that was so it is timed beside them now, a fraction of a second a call.
-        """
-        from layerzero_tune.report.data import figures
-        from layerzero_tune.report.page import render
-
-        if measured and perfdb is not None:
-            raise click.UsageError("either files or --perfdb")
-        cases, facts = _from_files(measured) if measured else _from_perfdb(perfdb, not no_torch)
-        if not cases:
-            source = ", ".join(str(path) for path in measured) if measured else "PerfDB"
-            raise click.ClickException(f"{source} holds no measurements; lz tune or lz bench makes some")
-        found = figures(cases)
-        told = [case.busy for case in cases if case.busy is not None]
-        quiet = f"the machine was quiet in {told.count(False)} of {len(told)} cases"
-        facts["steadiness"] = f"{quiet}{' that say it' * (len(told) < len(cases))}" if told else _UNSAID
-        line = written(out, render(cases, facts))
-        return Answer({"page": str(out), "facts": dict(facts), **found.to_json()}, [*_blocks(found), line])
+    if measured and perfdb is not None:
+        raise click.UsageError("either files or --perfdb")
+    cases, facts = _from_files(measured) if measured else _from_perfdb(perfdb, not no_torch)
+    if not cases:
+        source = ", ".join(str(path) for path in measured) if measured else "PerfDB"
+        raise click.ClickException(f"{source} holds no measurements; lz tune or lz bench makes some")
+    found = figures(cases)
+    told = [case.busy for case in cases if case.busy is not None]
+    quiet = f"the machine was quiet in {told.count(False)} of {len(told)} cases"
+    facts["steadiness"] = f"{quiet}{' that say it' * (len(told) < len(cases))}" if told else _UNSAID
+    line = written(out, render(cases, facts))
+    return Answer({"page": str(out), "facts": dict(facts), **found.to_json()}, [*_blocks(found), line])
 
 
 # -- sources ----------------------------------------------------------------------------------------------
@@ -127,24 +115,20 @@ def _from_perfdb(path: Path | None, with_torch: bool) -> tuple[list[Measured], d
 
 # -- text -------------------------------------------------------------------------------------------------
 def _blocks(found: Figures) -> list[Block]:
-    rows: list[tuple[str, ...]] = []
     blocks: list[Block] = [Line(f"{found.cases} cases", "bold")]
-    if found.layerzero is not None:
-        ways = [("LayerZero", found.layerzero), *sorted(found.libraries.items(), key=lambda item: item[1].geomean)]
-        rows = [
-            (name, f"{item.geomean:.3f}", f"{item.worst:.2f}", f"{item.used_in} of {item.cases}") for name, item in ways
-        ]
-        headline = f"chosen ÷ the fastest of all, torch included: {found.layerzero.geomean:.3f}"
-        worst = f", worst {found.layerzero.worst:.2f} ({found.layerzero.worst_case})"
-        blocks.append(Line(headline + worst, "bold", hang=2))
-    if found.ratio is not None:
-        text = f"chosen ÷ oracle: {found.ratio.geomean:.3f}, worst {found.ratio.worst:.2f} ({found.ratio.worst_case})"
-        blocks.append(Line(text, hang=2))
+    against = (("the fastest of all, torch included", found.layerzero, "bold"), ("oracle", found.ratio, ""))
+    for what, share, style in against:
+        if share is not None:
+            text = f"chosen ÷ {what}: {share.geomean:.3f}, worst {share.worst:.2f} ({share.worst_case})"
+            blocks.append(Line(text, style, hang=2))
     if found.speedup is not None:
         blocks.append(Line(f"{found.speedup:.2f}× torch default, geometric mean"))
     if found.busy:
         words = f"{found.busy} of {found.cases} cases were measured while others used the machine; do it again later"
         blocks.append(Line(words, "yellow", hang=2))
+    rows = [
+        (name, f"{item.geomean:.3f}", f"{item.worst:.2f}", f"{item.used_in} of {item.cases}")
+        for name, item in found.ways
+    ]
     columns = ("time ÷ fastest", "geomean", "worst", "runs in")
-    blocks += [Line(), Table(columns, rows, right=frozenset({1, 2, 3})), Line()]
-    return blocks
+    return [*blocks, Line(), Table(columns, rows, right=frozenset({1, 2, 3})), Line()]

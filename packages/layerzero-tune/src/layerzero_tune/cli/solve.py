@@ -10,69 +10,63 @@ import click
 
 from layerzero_cli.completion import complete_device
 from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table
+from layerzero_cli.root import cli
 from layerzero_cli.verbs import OK, PROBLEM, verb
-from layerzero_tune.cli.tune import measured_or, source_options
+from layerzero_tune.cli.tune import PATH, measured_or, source_options
 
 if TYPE_CHECKING:
     from layerzero.model.dispatch_table import DispatchTable
 
 
-def add(group: click.Group) -> None:
-    """Declare the verb."""
-    path = click.Path(path_type=Path)
+@verb(cli, "solve")
+@source_options
+@click.argument("new", type=PATH, required=False)
+@click.option("--out", "-o", type=PATH, default=Path("dispatch_table.json"), show_default=True, help="The table.")
+@click.option("--database", type=PATH, help="Measured times; default: the policy's, else the user's own.")
+@click.option(
+    "--device", help="Device the table is for; default: the first accelerator.", shell_complete=complete_device
+)
+@click.option("--model-id", default="", help="Name written into the table.")
+@click.option("--key", type=PATH, help="Key file to sign the table with: a shared secret, or an ed25519 key in PEM.")
+@click.option("--warm", is_flag=True, help="First compile what these calls need.")
+@click.option("--diff", is_flag=True, help="Compare two tables, OLD NEW, and say what changed and why.")
+def solve(
+    source: Path | None, new: Path | None, out: Path, database: Path | None, warm: bool, diff: bool, **options: Any
+) -> Answer:
+    """Decide the calls that matter now, and write the decisions to a dispatch table.
 
-    @verb(group, "solve")
-    @source_options
-    @click.argument("new", type=path, required=False)
-    @click.option("--out", "-o", type=path, default=Path("dispatch_table.json"), show_default=True, help="The table.")
-    @click.option("--database", type=path, help="Measured times; default: the policy's, else the user's own.")
-    @click.option(
-        "--device", help="Device the table is for; default: the first accelerator.", shell_complete=complete_device
-    )
-    @click.option("--model-id", default="", help="Name written into the table.")
-    @click.option(
-        "--key", type=path, help="Key file to sign the table with: a shared secret, or an ed25519 key in PEM."
-    )
-    @click.option("--warm", is_flag=True, help="First compile what these calls need.")
-    @click.option("--diff", is_flag=True, help="Compare two tables, OLD NEW, and say what changed and why.")
-    def solve(
-        source: Path | None, new: Path | None, out: Path, database: Path | None, warm: bool, diff: bool, **options: Any
-    ) -> Answer:
-        """Decide the calls that matter now, and write the decisions to a dispatch table.
+    \b
+    lz solve                                 the calls that lz tune has measured
+    lz solve traffic.json -o table.json      recorded calls
+    lz solve --config path/to/model --key secret
+    lz solve --diff old.json new.json        what changed, and the times behind it (exit code 1 if anything)
 
-        \b
-        lz solve                                 the calls that lz tune has measured
-        lz solve traffic.json -o table.json      recorded calls
-        lz solve --config path/to/model --key secret
-        lz solve --diff old.json new.json        what changed, and the times behind it (exit code 1 if anything)
+    The same calls, times, kernels and policy give the same bytes. LAYERZERO_DISPATCH_TABLE, the policy key
+    dispatch_table or lz.use_table obey a table; a call it does not cover is selected as ever.
+    """
+    if diff:
+        if source is None or new is None:
+            raise click.UsageError("--diff takes two tables: lz solve --diff OLD NEW")
+        return _compared(source, new, database)
+    if new is not None:
+        raise click.UsageError("one SOURCE; two files are for --diff")
+    import layerzero as lz
+    from layerzero.tables.file import table_json
 
-        The same calls, times, kernels and policy give the same bytes. LAYERZERO_DISPATCH_TABLE, the policy key
-        dispatch_table or lz.use_table obey a table; a call it does not cover is selected as ever.
-        """
-        if diff:
-            if source is None or new is None:
-                raise click.UsageError("--diff takes two tables: lz solve --diff OLD NEW")
-            return _compared(source, new, database)
-        if new is not None:
-            raise click.UsageError("one SOURCE; two files are for --diff")
-        import layerzero as lz
-        from layerzero.tables.file import table_json
+    otherwise = "say which calls to decide: a traffic file, --config, --grid, or lz tune first"
+    chosen = measured_or(source, database, otherwise)
+    if warm:  # first: a kernel that is not compiled yet could not be decided for
+        from layerzero.public.traffic import calls_of, warmup
 
-        otherwise = "say which calls to decide: a traffic file, --config, --grid, or lz tune first"
-        chosen = measured_or(source, database, otherwise)
-        if warm:  # first: a kernel that is not compiled yet could not be decided for
-            from layerzero.public.traffic import calls_of
-            from layerzero.public.warming import warmup
-
-            warmup([item.context for _, item in calls_of(chosen)], background=False)
-        table = lz.solve(chosen, out, database=database, **options)
-        data = {
-            "path": str(out),
-            "entries": len(table.entries),
-            "busy": sum(entry.busy for entry in table.entries),
-            "table": table_json(table),
-        }
-        return Answer(data, _blocks(out, table), OK if table.entries else PROBLEM)
+        warmup([item.context for _, item in calls_of(chosen)], background=False)
+    table = lz.solve(chosen, out, database=database, **options)
+    data = {
+        "path": str(out),
+        "entries": len(table.entries),
+        "busy": sum(entry.busy for entry in table.entries),
+        "table": table_json(table),
+    }
+    return Answer(data, _blocks(out, table), OK if table.entries else PROBLEM)
 
 
 def _blocks(out: Path, table: DispatchTable) -> list[Block]:
@@ -96,7 +90,7 @@ def _blocks(out: Path, table: DispatchTable) -> list[Block]:
 
 def _compared(old: Path, new: Path, database: Path | None) -> Answer:
     from layerzero.tables.file import load_table
-    from layerzero_tune.tables.diff import diff_tables
+    from layerzero_tune.tables.solver import diff_tables
     from layerzero_tune.tuning import times_in
 
     found = diff_tables(load_table(old), load_table(new), times_in(database))

@@ -10,48 +10,46 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, is_plain
+from layerzero_cli.root import cli
 from layerzero_cli.verbs import OK, verb
 
 if TYPE_CHECKING:
     from layerzero_tune.telemetry.reading import Reading
 
 
-def add(group: click.Group) -> None:
-    """Declare the verb."""
+@verb(cli, "top")
+@click.argument("source", required=False)
+@click.option("--interval", type=click.FloatRange(min=0.05), default=1.0, help="Seconds between two looks.")
+@click.option("--once", is_flag=True, help="Look twice, print once.")
+@click.option("--rows", type=click.IntRange(min=1), default=20, help="Kernels to show.")
+def top(source: str | None, interval: float, once: bool, rows: int) -> Answer:
+    """Watch a running process: calls a second by kernel, misses, failovers, breakers, compiles.
 
-    @verb(group, "top")
-    @click.argument("source", required=False)
-    @click.option("--interval", type=click.FloatRange(min=0.05), default=1.0, help="Seconds between two looks.")
-    @click.option("--once", is_flag=True, help="Look twice, print once.")
-    @click.option("--rows", type=click.IntRange(min=1), default=20, help="Kernels to show.")
-    def top(source: str | None, interval: float, once: bool, rows: int) -> Answer:
-        """Watch a running process: calls a second by kernel, misses, failovers, breakers, compiles.
+    \b
+    lz top 9464                    a process that runs with LAYERZERO_METRICS=9464
+    lz top metrics.prom --once
 
-        \b
-        lz top 9464                    a process that runs with LAYERZERO_METRICS=9464
-        lz top metrics.prom --once
+    SOURCE is what the process was given as LAYERZERO_METRICS or lz.observe(metrics=...): a port, an address or a
+    file. Default: this shell's LAYERZERO_METRICS.
+    """
+    from layerzero.env import read_one
+    from layerzero.errors import ConfigurationError
+    from layerzero_tune.telemetry.reading import read
 
-        SOURCE is what the process was given as LAYERZERO_METRICS or lz.observe(metrics=...): a port, an address or a
-        file. Default: this shell's LAYERZERO_METRICS.
-        """
-        from layerzero.env import read_one
-        from layerzero.errors import ConfigurationError
-        from layerzero_tune.telemetry.reading import read
-
-        where = source or read_one("metrics")
-        if not where:
-            raise ConfigurationError(
-                "which process?", value="no source", limit="a port, an address or a file",
-                hint="lz top 9464, where the process runs with LAYERZERO_METRICS=9464",
-            )  # fmt: skip
-        before = read(where)
-        live = not once and "--json" not in sys.argv and sys.__stdout__ is not None and not is_plain(sys.__stdout__)
-        if live:
-            _live(where, before, interval, rows)
-            return Answer({})
-        time.sleep(interval)
-        after = read(where)
-        return Answer(summary(before, after), frame(before, after, rows), OK)
+    where = source or read_one("metrics")
+    if not where:
+        raise ConfigurationError(
+            "which process?", value="no source", limit="a port, an address or a file",
+            hint="lz top 9464, where the process runs with LAYERZERO_METRICS=9464",
+        )  # fmt: skip
+    before = read(where)
+    live = not once and "--json" not in sys.argv and sys.__stdout__ is not None and not is_plain(sys.__stdout__)
+    if live:
+        _live(where, before, interval, rows)
+        return Answer({})
+    time.sleep(interval)
+    after = read(where)
+    return Answer(summary(before, after), frame(before, after, rows), OK)
 
 
 def summary(before: Reading, after: Reading) -> dict[str, Any]:

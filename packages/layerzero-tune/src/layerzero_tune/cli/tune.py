@@ -13,12 +13,14 @@ import click
 
 from layerzero_cli.completion import complete_device
 from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, progress_bar
+from layerzero_cli.root import cli
 from layerzero_cli.verbs import OK, PROBLEM, verb
+from layerzero_tune.timing.host_load import BUSY, LIMIT
 
 if TYPE_CHECKING:
     from layerzero_tune.tuning_run import Outcome, Progress, Tuned
 
-_PATH = click.Path(path_type=Path)
+PATH = click.Path(path_type=Path)
 _PLAIN_EVERY_S = 10.0
 _NAMED = 3  # of many, so many are named
 INTERRUPTED = 130
@@ -27,10 +29,10 @@ INTERRUPTED = 130
 def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """SOURCE, --grid, --config and --traffic: the one file that says which calls are meant comes as `source`."""
 
-    @click.argument("source", type=_PATH, required=False)
-    @click.option("--grid", type=_PATH, help="Grid file of cases (.toml).")
-    @click.option("--config", type=_PATH, help="config.json of a model, or its folder.")
-    @click.option("--traffic", type=_PATH, help="Calls recorded by lz.record or LAYERZERO_RECORD.")
+    @click.argument("source", type=PATH, required=False)
+    @click.option("--grid", type=PATH, help="Grid file of cases (.toml).")
+    @click.option("--config", type=PATH, help="config.json of a model, or its folder.")
+    @click.option("--traffic", type=PATH, help="Calls recorded by lz.record or LAYERZERO_RECORD.")
     @functools.wraps(function)
     def run(source: Path | None, grid: Path | None, config: Path | None, traffic: Path | None, **rest: Any) -> Any:
         given = [item for item in (source, grid, config, traffic) if item is not None]
@@ -51,61 +53,58 @@ def measured_or(source: Path | None, database: Path | None, otherwise: str) -> P
     return chosen
 
 
-def add(group: click.Group) -> None:
-    """Declare the verb."""
+@verb(cli, "tune")
+@source_options
+@click.option("--database", type=PATH, help="Where the times go; default: the policy's, else the user's own.")
+@click.option("--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds for all calls together.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds of timing for one call, at most; default 2, on a GPU 0.1, with --thorough 0.3.",
+)
+@click.option("--device", help="cpu, cuda, cuda:1; default: the first accelerator.", shell_complete=complete_device)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the made-up inputs.")
+@click.option(
+    "--drift",
+    is_flag=True,
+    help="Only look whether measured kernels still are as fast; re-tune those that are not.",
+)
+@click.option("--no-compile", is_flag=True, help="Leave out kernels that would have to be compiled first.")
+@click.option(
+    "--compile-seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds that compilers may take; default 90, with --thorough until all are done.",
+)
+@click.option("--thorough", is_flag=True, help="Race kernels expected to be far behind, too, and close ones again.")
+@click.option("--graphs", is_flag=True, help="Measure calls on a GPU also as replayed CUDA graphs.")
+@click.option("--fresh", is_flag=True, help="Begin anew instead of going on with an interrupted tuning run.")
+def tune(source: Path | None, database: Path | None, drift: bool, no_compile: bool, **options: Any) -> Answer:
+    """Measure every kernel for the calls that matter; selection uses the times from then on.
 
-    @verb(group, "tune")
-    @source_options
-    @click.option("--database", type=_PATH, help="Where the times go; default: the policy's, else the user's own.")
-    @click.option("--budget", type=click.FloatRange(min=0, min_open=True), help="Seconds for all calls together.")
-    @click.option(
-        "--seconds",
-        type=click.FloatRange(min=0, min_open=True),
-        help="Seconds of timing for one call, at most; default 2, on a GPU 0.1, with --thorough 0.3.",
-    )
-    @click.option("--device", help="cpu, cuda, cuda:1; default: the first accelerator.", shell_complete=complete_device)
-    @click.option("--seed", type=int, default=0, show_default=True, help="Of the made-up inputs.")
-    @click.option(
-        "--drift",
-        is_flag=True,
-        help="Only look whether measured kernels still are as fast; re-tune those that are not.",
-    )
-    @click.option("--no-compile", is_flag=True, help="Leave out kernels that would have to be compiled first.")
-    @click.option(
-        "--compile-seconds",
-        type=click.FloatRange(min=0, min_open=True),
-        help="Seconds that compilers may take; default 90, with --thorough until all are done.",
-    )
-    @click.option("--thorough", is_flag=True, help="Race kernels expected to be far behind, too, and close ones again.")
-    @click.option("--graphs", is_flag=True, help="Measure calls on a GPU also as replayed CUDA graphs.")
-    @click.option("--fresh", is_flag=True, help="Begin anew instead of going on with an interrupted tuning run.")
-    def tune(source: Path | None, database: Path | None, drift: bool, no_compile: bool, **options: Any) -> Answer:
-        """Measure every kernel for the calls that matter; selection uses the times from then on.
+    \b
+    lz tune traffic.json                     calls recorded with lz.record() or LAYERZERO_RECORD=traffic.json
+    lz tune --config path/to/model           prefill and decode of a transformers model
+    lz tune --grid benchmarks/grid.toml --budget 600
+    lz tune --drift                          are the times of before still true?
 
-        \b
-        lz tune traffic.json                     calls recorded with lz.record() or LAYERZERO_RECORD=traffic.json
-        lz tune --config path/to/model           prefill and decode of a transformers model
-        lz tune --grid benchmarks/grid.toml --budget 600
-        lz tune --drift                          are the times of before still true?
+    No kernel is timed before its result is the reference's. Kernels that shipped measurements or the roofline
+    expect to be far behind are left out, and named; --thorough races them all. So are those that are not compiled
+    within --compile-seconds: they are left for a later run. A tuning run that was interrupted (Ctrl-C, exit code
+    130) keeps what is done and goes on where it stopped. Under torchrun the calls are split over the ranks. Exit
+    code 1 when a call could not be measured.
+    """
+    import layerzero as lz
+    from layerzero_tune.tuning_run import Interrupted
 
-        No kernel is timed before its result is the reference's. Kernels that shipped measurements or the roofline
-        expect to be far behind are left out, and named; --thorough races them all. So are those that are not compiled
-        within --compile-seconds: they are left for a later run. A tuning run that was interrupted (Ctrl-C, exit code
-        130) keeps what is done and goes on where it stopped. Under torchrun the calls are split over the ranks. Exit
-        code 1 when a call could not be measured.
-        """
-        import layerzero as lz
-        from layerzero_tune.tuning_run import Interrupted
-
-        chosen = measured_or(source, database, "say what to tune: a traffic file, --config or --grid")
-        try:
-            with _watched() as progress:
-                found = lz.tune(
-                    chosen, database=database, check=drift, compile=not no_compile, progress=progress, **options
-                )
-        except Interrupted as error:
-            return Answer(error.tuned.to_json(), _blocks(error.tuned, drift, "interrupted"), INTERRUPTED)
-        return Answer(found.to_json(), _blocks(found, drift), PROBLEM if found.skipped and not drift else OK)
+    chosen = measured_or(source, database, "say what to tune: a traffic file, --config or --grid")
+    try:
+        with _watched() as progress:
+            found = lz.tune(
+                chosen, database=database, check=drift, compile=not no_compile, progress=progress, **options
+            )
+    except Interrupted as error:
+        return Answer(error.tuned.to_json(), _blocks(error.tuned, drift, "interrupted"), INTERRUPTED)
+    return Answer(found.to_json(), _blocks(found, drift), PROBLEM if found.skipped and not drift else OK)
 
 
 @contextlib.contextmanager
@@ -227,9 +226,6 @@ def _lost(timed: Sequence[Outcome]) -> list[str]:
 
 def _shared(timed: Sequence[Outcome]) -> Iterator[str]:
     """Which calls were timed while the machine's host served others, or other programs used it; the worst first."""
-    from layerzero_tune.timing.host_load import BUSY
-    from layerzero_tune.timing.steal_time import LIMIT
-
     stolen = "stolen", LIMIT, "the host gave up to {:.0%} of the time to others"
     busy = "busy", BUSY, "other programs used up to {:.0%} of the cores"
     for kind, most, what in (stolen, busy):

@@ -13,9 +13,18 @@ from layerzero.model.decision import Candidate
 from layerzero_cli.html import breakable as _kernel
 from layerzero_cli.html import escaped as _e
 from layerzero_cli.html import page
-from layerzero_tune.demo.stations import GROUPS, Stop, Tour, verdict
-from layerzero_tune.demo.text import check_word, decode_lines, duration, introduction, notes
-from layerzero_tune.report.maps import backend as _backend
+from layerzero_tune.demo.stations import (
+    GROUPS,
+    Stop,
+    Tour,
+    check_word,
+    decode_lines,
+    duration,
+    introduction,
+    notes,
+    verdict,
+)
+from layerzero_tune.report.data import backend as _backend
 
 _COLOURS = 6
 # Groups that add their result back to the residual stream.

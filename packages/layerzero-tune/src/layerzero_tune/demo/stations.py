@@ -1,18 +1,23 @@
-"""The stations of the tour and what the tour found at each: plain values, made once, rendered three ways."""
+"""The stations of the tour, what it found at each, and the words for it that the terminal and the page share."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from layerzero.json_form import Plain, plain
 from layerzero.model.decision import Candidate
 from layerzero.model.device import DeviceSpec
+from layerzero_cli.output import STYLES, Block, Cell, Line, Table
 from layerzero_tune.demo.block import Sizes
 
 _SAME = 0.05
+_HEAD = ("step", "kernel that ran", "LayerZero", "torch", "vs torch", "check")
+_CLEARLY = 1.2  # less than this between two kernels may be the noise of a short measurement
+_NEXT = "Next: lz doctor, lz list, lz explain attention --shape 1,32,128,64 --dtype bfloat16 --device h100"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +175,146 @@ def verdict(us: float, against: float) -> str:
     if ratio <= 1 + _SAME:
         return "same"
     return f"{ratio:.2f}"[:4].rstrip(".") + f"× {'slower' if us > against else 'faster'}"
+
+
+# -- in words ------------------------------------------------------------------------------------
+def duration(us: float) -> str:
+    """A time with three digits and a unit."""
+    for limit, unit in ((999.5, "µs"), (999.5e3, "ms")):
+        if us < limit:
+            return f"{us / (limit / 999.5):.3g} {unit}"
+    return f"{us / 1e6:.3g} s"
+
+
+def check_word(check: Check) -> str:
+    """The outcome of a check in a word."""
+    if not check.ok:
+        return f"WRONG, {check.max_error:.0e}"
+    return "ok, exact" if check.max_error == 0 else f"ok, {check.max_error:.0e}"
+
+
+def introduction(tour: Tour) -> str:
+    """What was built, in one sentence."""
+    sizes = tour.sizes
+    return (
+        f"One Llama-shaped block on {tour.device.name or tour.device.device_type} in {tour.dtype}: "
+        f"hidden {sizes.hidden}, {sizes.heads} heads over {sizes.kv_heads} KV heads, {sizes.prompt} tokens of prompt, "
+        f"{sizes.decode_steps} tokens decoded."
+    )
+
+
+def _row(stop: Stop, *, narrow: bool) -> tuple[str | Cell, ...]:
+    kernel = stop.kernel if stop.ran in (None, stop.chosen) else f"{stop.kernel} (after {stop.chosen} failed)"
+    title = stop.station.title
+    first: tuple[str | Cell, ...] = (f"{title}\n  {kernel}",) if narrow else (title, Cell(kernel, "cyan"))
+    speed = "green" if "faster" in stop.verdict else "yellow" if "slower" in stop.verdict else "dim"
+    check = Cell(check_word(stop.check), "green" if stop.check.ok else "bold red")
+    return (*first, duration(stop.lz_us), Cell(duration(stop.torch_us), "dim"), Cell(stop.verdict, speed), check)
+
+
+def _why_lines(tour: Tour) -> list[tuple[str, list[tuple[str, str]]]]:
+    """(op, its why-not lines), each op once: the first stop of an op speaks for those judged alike."""
+    seen: dict[tuple[str, tuple[tuple[str, bool], ...]], list[tuple[str, str]]] = {}
+    for stop in tour.stops:
+        judged = tuple((item.kernel_id, item.accepted) for item in stop.candidates)
+        seen.setdefault((stop.station.op, judged), stop.why_not())
+    return [(op, lines) for (op, _), lines in seen.items()]
+
+
+def notes(stop: Stop) -> list[str]:
+    """What an honest guide adds at a stop: a failover, a slow choice, and what to do about it."""
+    found = []
+    if stop.ran not in (None, stop.chosen):
+        found.append(f"{stop.chosen} was chosen and failed; {stop.ran} ran instead.")
+    fitting = [item for item in stop.candidates if item.accepted]
+    if stop.kernel.startswith("reference.") and len(fitting) == 1:
+        found.append(
+            "Only the plain reference serves this op here. It is right everywhere and tuned nowhere; "
+            "lz doctor says which backend package would bring a faster kernel."
+        )
+    faster = [name for name, us in stop.others_us.items() if us * _CLEARLY < stop.lz_us]
+    if faster:
+        by_policy = any("another" in item.outdone for item in fitting)
+        decided = "The policy decided" if by_policy else "Shipped measurements and declared priorities decided"
+        lock = f'lz.lock("{stop.station.op}", "{faster[0]}") would choose it'
+        found.append(f"{', '.join(faster)} was faster in this measurement. {decided}; {lock}.")
+    elif stop.plan_us is not None and verdict(stop.lz_us, stop.plan_us).endswith("slower"):
+        found.append(
+            f"{duration(stop.lz_us - stop.plan_us)} of this is the lookup. Where that matters, "
+            f'lz.plan("{stop.station.op}", …) makes it once: {duration(stop.plan_us)} per call.'
+        )
+    return found
+
+
+def decode_lines(tour: Tour) -> list[str]:
+    """Which steps had to select, and whether paged and dense attention agree."""
+    state = "match" if tour.agreement.ok else "DO NOT match"
+    return [
+        *(
+            f"Context {step.context}: {step.selections} selected{_reason_to_select(tour, step.context)}."
+            for step in tour.decode
+            if step.selections
+        ),
+        f"Paged and dense attention {state} at every step (largest difference {tour.agreement.max_error:.0e}).",
+    ]
+
+
+def _reason_to_select(tour: Tour, context: int) -> str:
+    """Why a decode step had to choose, where that can be told; begins with a comma."""
+    if context == tour.decode[0].context:
+        return ", because one token at a time is new after the prompt"
+    if (context - 1) & (context - 2) == 0:
+        return f", because the cache grew past {context - 1}, the end of a bucket"
+    return ""
+
+
+def _whole_line(tour: Tour) -> str:
+    """The block as a whole: cold, hot, and against torch."""
+    return (
+        f"The prompt through the whole block: {duration(tour.lz_us)}, plain torch {duration(tour.torch_us)} "
+        f"({verdict(tour.lz_us, tour.torch_us)}). The very first pass, with every choice to make: "
+        f"{duration(tour.first_pass_us)}."
+    )
+
+
+def _slower_line(tour: Tour) -> str:
+    """Why some steps are slower than torch; empty when none is."""
+    if not any(stop.verdict.endswith("slower") for stop in tour.stops):
+        return ""
+    return (
+        "Slower steps: a call pays some microseconds for its lookup, which shows in small ops; "
+        "and where only the plain reference runs, a backend package may bring a faster kernel (lz doctor)."
+    )
+
+
+def summary(tour: Tour, written: Path | None) -> str:
+    """The last line: how many, all right or not, where the page is."""
+    checks = "all results match the reference" if tour.ok else f"WRONG results: {', '.join(tour.failed)}"
+    page = "" if written is None else f", page written to {written}"
+    return f"{len(tour.stops)} ops, {tour.kernels_considered} kernels considered, {checks}{page} ({tour.seconds:.0f} s)"
+
+
+def blocks(tour: Tour, written: Path | None, *, narrow: bool = False) -> list[Block]:
+    """The tour to read; `narrow` puts the kernel of a step below its title."""
+    head = (_HEAD[0], *_HEAD[2:]) if narrow else _HEAD
+    rows: list[tuple[str | Cell, ...]] = []
+    group = tour.stops[0].station.group
+    for stop in tour.stops:
+        if stop.station.group != group:
+            group = stop.station.group
+            rows.append(("",) * len(head))
+        rows.append(_row(stop, narrow=narrow))
+    table = Table(head, rows, right=frozenset({len(head) - 4, len(head) - 3}))
+    found: list[Block] = [Line(introduction(tour)), Line(), table, Line(), Line(_whole_line(tour))]
+    if slower := _slower_line(tour):
+        found.append(Line(slower, "dim"))
+    found += [Line(), Line("Why not the others", "bold")]
+    for op, reasons in _why_lines(tour):
+        found.append(Line(op if reasons else f"{op}: no other kernel is registered", indent=2))
+        if reasons:
+            told = [(Cell(kernel_id, "cyan"), Cell(text, "dim")) for kernel_id, text in reasons]
+            found.append(Table(("", ""), told, indent=4))
+    counts = f"{len(tour.decode)} steps, {tour.decode_calls} calls, {tour.decode_selections} selections"
+    lines = [f"{counts}: a choice is made once, then looked up while the cache grows.", *decode_lines(tour)]
+    found += [Line(), Line("Decoding", "bold"), *(Line(line, indent=2) for line in lines), Line()]
+    return [*found, Line(summary(tour, written), STYLES["ok" if tour.ok else "fail"]), Line(_NEXT, "dim")]

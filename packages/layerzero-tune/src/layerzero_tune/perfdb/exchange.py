@@ -1,18 +1,26 @@
-"""What people do with a database: move its measurements, merge several into one, check it and tidy up."""
+"""What people do with a database: move its measurements, merge several into one, check it, read it and tidy up.
+
+FlashInfer's autotune caches say which tactic of which runner was best for which shapes. Two forms are in use: a Python
+module with one dictionary `best_configs`, as shipped in `flashinfer/tuning_configs`, which is read and never run, and a
+JSON mapping. Keys are the written form of (op, runner, shapes), values (runner number or name, tactic). A cache holds
+no times, so it makes no measurements; its tactics are kept as they are, for the device its name or metadata gives.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import time
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from layerzero.errors import ConfigurationError, InvalidInputError, invalid
 from layerzero.files import write_whole
-from layerzero.perfdb.measurement import Measurement, Platform, Surroundings
+from layerzero.perfdb.measurement import GROWING, Measurement, Platform, Surroundings
 from layerzero.perfdb.store import PerfDB
 from layerzero.recording.traffic import read_json
 
@@ -33,25 +41,25 @@ def export_json(db: PerfDB, path: str | os.PathLike[str]) -> int:
 def import_json(db: PerfDB, path: str | os.PathLike[str]) -> int:
     """Add the measurements of a file; all of them or, where one is wrong, none. Newer ones in the database stay."""
     name = Path(path)
-    data = read_json(name, _MAX_BYTES)
-    if (
-        not isinstance(data, dict)
-        or data.get("format") not in _READABLE
-        or not isinstance(data.get("measurements"), list)
-    ):
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise ConfigurationError(
-            f"{name.name}: not a PerfDB export", code="SCHEMA_VERSION_UNKNOWN", value=str(found), limit=FORMAT
-        )
     items = []
-    for index, entry in enumerate(data["measurements"]):
+    data = read_json(name, _MAX_BYTES)
+    for index, entry in enumerate(entries_of(data, "measurements", _READABLE, name.name, "not a PerfDB export")):
         try:
             items.append(from_json(entry))
         except (InvalidInputError, TypeError) as error:
-            raise ConfigurationError(
-                f"{name.name}: measurements[{index}]: {error}", code="SCHEMA_INVALID", value=f"measurements[{index}]"
-            ) from None
+            where = f"measurements[{index}]"
+            raise ConfigurationError(f"{name.name}: {where}: {error}", code="SCHEMA_INVALID", value=where) from None
     return add_newer(db, items)
+
+
+def entries_of(data: Any, key: str, formats: Sequence[str], source: str, what: str) -> list[Any]:
+    """The list under a key of a file in one of our formats, the last of which is today's; else ConfigurationError."""
+    if not isinstance(data, dict) or data.get("format") not in formats or not isinstance(data.get(key), list):
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        message = f"{source}: {what}"
+        raise ConfigurationError(message, code="SCHEMA_VERSION_UNKNOWN", value=str(found), limit=formats[-1])
+    listed: list[Any] = data[key]
+    return listed
 
 
 def from_json(data: dict[str, Any]) -> Measurement:
@@ -123,6 +131,131 @@ def read_text(path: str | os.PathLike[str], most: int) -> str:
     except (FileNotFoundError, IsADirectoryError):
         raise ConfigurationError(code="CONFIG_FILE_MISSING", value=str(path)) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"{file.name}: cannot be read: {error}", code="SCHEMA_INVALID", value=str(error)
-        ) from None
+        message = f"{file.name}: cannot be read: {error}"
+        raise ConfigurationError(message, code="SCHEMA_INVALID", value=str(error)) from None
+
+
+_GROWING = GROWING | {"elements"}
+
+_SHOWN = ("dtype", "causal", "mask", "window", "quant_format", "layout")
+
+
+def summarise(item: Measurement) -> str:
+    """The bucket of a measurement: its sizes, and what of its situation tells it from its neighbours."""
+    try:
+        bucket = json.loads(item.bucket)
+        return bucket_words(bucket["sizes"].items(), bucket["when"].items())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return item.bucket[:80]
+
+
+def bucket_words(sizes: Iterable[tuple[str, int]], when: Iterable[tuple[str, object]]) -> str:
+    """The calls of a bucket in words: sizes, those that grow up to its end, and what is special about them."""
+    words = [f"{name}{'≤' if name in _GROWING else '='}{size}" for name, size in sizes]
+    return " ".join([*words, *(f"{name}={value}" for name, value in when if name in _SHOWN)])
+
+
+_MAX_CACHE_BYTES = 64 << 20
+_DEVICE = re.compile(r"(NVIDIA_[A-Za-z0-9_]+?)(?:\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Tactic:
+    """One entry: for these shapes this tactic of this runner was the fastest."""
+
+    op: str
+    runner: str
+    shapes: str
+    tactic: str
+    device: str = ""
+    version: str = ""
+
+
+_TABLE = (
+    f"CREATE TABLE IF NOT EXISTS tactics ({', '.join(f'{item.name} TEXT NOT NULL' for item in fields(Tactic))}, "
+    "PRIMARY KEY (op, runner, shapes, device, version))"
+)
+
+
+def put_tactics(db: PerfDB, items: Iterable[Tactic]) -> int:
+    """Keep what FlashInfer's own tuner found beside the measurements; a later entry replaces one of the same key."""
+    rows = [astuple(item) for item in items]
+    with db.writing() as connection:
+        connection.execute(_TABLE)
+        connection.executemany("INSERT OR REPLACE INTO tactics VALUES (?, ?, ?, ?, ?, ?)", rows)
+    return len(rows)
+
+
+def tactics(db: PerfDB, op: str | None = None, device: str | None = None) -> list[Tactic]:
+    """Tactics that were kept, of an op and for a device where these are given."""
+    if not db.rows("SELECT 1 FROM sqlite_master WHERE name = 'tactics'"):
+        return []
+    found = [Tactic(*(str(part) for part in row)) for row in db.rows("SELECT * FROM tactics")]
+    return [t for t in found if (op is None or t.op == op) and (device is None or t.device == device)]
+
+
+def is_autotune_cache(path: Path) -> bool:
+    """Whether a file looks like one; our own export does not."""
+    if path.suffix == ".py":
+        return True
+    try:
+        head = path.read_text(encoding="utf-8", errors="replace")[:65536]
+    except OSError:
+        return False
+    return path.suffix == ".json" and "\"('" in head and '"measurements"' not in head
+
+
+def read_autotune_cache(path: Path) -> list[Tactic]:
+    """Every entry of a cache. Raises ConfigurationError for a file that is none."""
+    text = read_text(path, _MAX_CACHE_BYTES)
+    data = _python(path, text) if path.suffix == ".py" else _json(path, text)
+    named = _DEVICE.search(path.name)
+    meta = data.get("_metadata") if isinstance(data.get("_metadata"), dict) else {}
+    assert isinstance(meta, dict)
+    device = str(meta.get("gpu") or meta.get("device") or (named[1].replace("_", " ") if named else ""))
+    version = str(meta.get("flashinfer_version") or meta.get("version") or "")
+    return list(_entries(path, data, device, version))
+
+
+def _python(path: Path, text: str) -> dict[Any, Any]:
+    """The dictionary a module assigns to `best_configs`, read as a literal: nothing of the file is run."""
+    try:
+        tree = ast.parse(text)
+        for node in tree.body:
+            names = [target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)]
+            if isinstance(node, ast.Assign) and "best_configs" in names:
+                found = ast.literal_eval(node.value)
+                if isinstance(found, dict):
+                    return found
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise _bad(path, f"no plain dictionary: {error}") from None
+    raise _bad(path, "assigns no best_configs")
+
+
+def _json(path: Path, text: str) -> dict[Any, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _bad(path, f"not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise _bad(path, f"a {type(found).__name__}, expected a mapping")
+    inner = found.get("best_configs") or found.get("configs")
+    return {**inner, "_metadata": found.get("_metadata") or found.get("metadata")} if isinstance(inner, dict) else found
+
+
+def _entries(path: Path, data: dict[Any, Any], device: str, version: str) -> Iterable[Tactic]:
+    for key, value in data.items():
+        if not isinstance(key, str) or key.startswith("_"):
+            continue
+        try:
+            parts = ast.literal_eval(key)
+            op, runner, shapes = str(parts[0]), str(parts[1]), parts[-1]
+            if len(parts) < 3 or not isinstance(value, (list, tuple)) or len(value) < 2:
+                raise ValueError("expected (op, runner, shapes) and (runner, tactic)")
+        except (SyntaxError, ValueError, TypeError, IndexError, RecursionError, MemoryError) as error:
+            raise _bad(path, f"the entry {key[:80]!r} cannot be read: {error}") from None
+        yield Tactic(op, runner, repr(shapes), repr(value[1]), device, version)
+
+
+def _bad(path: Path, why: str) -> ConfigurationError:
+    return ConfigurationError(f"{path.name}: {why}", code="SCHEMA_INVALID", value=why)

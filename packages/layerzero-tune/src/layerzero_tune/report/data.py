@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from layerzero.errors import ConfigurationError
+from layerzero_tune.perfdb.exchange import entries_of
+from layerzero_tune.timing.host_load import BUSY, LIMIT
 
 FORMAT = "layerzero-bench/1"
 SLOWER = 0.95  # so much of torch's speed or less is worth a reader's eye
@@ -121,14 +123,19 @@ class Figures:
     libraries: Mapping[str, Share]
     busy: int = 0
 
+    @property
+    def ways(self) -> list[tuple[str, Share]]:
+        """LayerZero, then each single library, the nearest to the fastest first; none where nothing was chosen."""
+        own = [] if self.layerzero is None else [("LayerZero", self.layerzero)]
+        return [*own, *sorted(self.libraries.items(), key=lambda item: item[1].geomean)] if own else []
+
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible, rounded to what the measurement can hold."""
 
         def share(item: Share | None) -> dict[str, Any] | None:
             if item is None:
                 return None
-            found = {"geomean": round(item.geomean, 4), "worst": round(item.worst, 4), "worst_case": item.worst_case}
-            return {**found, "used_in": item.used_in, "cases": item.cases}
+            return {**asdict(item), "geomean": round(item.geomean, 4), "worst": round(item.worst, 4)}
 
         return {
             "cases": self.cases,
@@ -157,17 +164,14 @@ def figures(cases: Sequence[Measured]) -> Figures:
         name: _share([(case, *alone) for case in timed if (alone := _alone(name, case)) is not None])
         for name in sorted(names - _NOT_LIBRARIES)
     }
-    everywhere = _share([(case, case.torch_us, True) for case in timed if case.torch_us is not None])
+    libraries["torch default"] = _share([(case, case.torch_us, True) for case in timed if case.torch_us is not None])
     return Figures(
         len(timed),
         _share([(case, case.chosen_us, True) for case in timed], oracle=True),
         geomean(against.values()) if against else None,
         slowest,
         _share([(case, case.chosen_us, True) for case in timed]),
-        {
-            **{name: item for name, item in libraries.items() if item is not None},
-            **({} if everywhere is None else {"torch default": everywhere}),
-        },
+        {name: item for name, item in libraries.items() if item is not None},
         sum(case.busy is True for case in timed),
     )
 
@@ -199,21 +203,14 @@ def phase(case: Measured) -> str:
 # -- reading ----------------------------------------------------------------------------------------
 def from_json(data: Any, source: str) -> list[Measured]:
     """The cases of a file that `lz bench` or benchmarks/tuned.py wrote; ConfigurationError says what is wrong."""
-    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("cases"), list):
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise ConfigurationError(
-            f"{source}: no measurements", code="SCHEMA_VERSION_UNKNOWN", value=str(found), limit=FORMAT
-        )
     found_cases = []
-    for index, item in enumerate(data["cases"]):
+    for index, item in enumerate(entries_of(data, "cases", [FORMAT], source, "no measurements")):
         try:
             case = _case(item)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigurationError(
-                f"{source}: cases[{index}] is not readable: {type(error).__name__}: {error}",
-                code="SCHEMA_INVALID",
-                value=f"cases[{index}]",
-            ) from None
+            where = f"cases[{index}]"
+            message = f"{source}: {where} is not readable: {type(error).__name__}: {error}"
+            raise ConfigurationError(message, code="SCHEMA_INVALID", value=where) from None
         if case.kernels:
             found_cases.append(case)
     return found_cases
@@ -223,7 +220,10 @@ def _case(item: Mapping[str, Any]) -> Measured:
     kernels, refused = {}, {}
     for name, entry in item["kernels"].items():
         if "us" in entry:
-            kernels[str(name)] = Timed(_time(entry["us"]), _number(entry, "error"))
+            us = _number(entry, "us")
+            if not us:
+                raise ValueError(f"us is {us!r}")
+            kernels[str(name)] = Timed(us, _number(entry, "error"))
         else:
             refused[str(name)] = str(entry.get("why", "not timed"))
     sizes = {str(name): int(size) for name, size in item["sizes"].items()}
@@ -236,9 +236,6 @@ def _case(item: Mapping[str, Any]) -> Measured:
 
 def _busy(item: Mapping[str, Any]) -> bool | None:
     """Whether others used the machine: other programs its cores, or other guests its host; None: not written down."""
-    from layerzero_tune.timing.host_load import BUSY
-    from layerzero_tune.timing.steal_time import LIMIT
-
     busy, stolen = _number(item, "busy"), _number(item, "stolen")
     return None if busy is stolen is None else (busy or 0.0) > BUSY or (stolen or 0.0) > LIMIT
 
@@ -252,8 +249,97 @@ def _number(item: Mapping[str, Any], name: str) -> float | None:
     return float(value)
 
 
-def _time(value: Any) -> float:
-    found = _number({"us": value}, "us")
-    if not found:
-        raise ValueError(f"us is {value!r}")
-    return found
+# -- winner maps: cases laid out by the two sizes that matter for their op ------------------------------
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """Where a case stands: the value down and across, and what else tells it from its neighbours."""
+
+    down: str
+    down_value: tuple[int, ...]
+    across: str
+    across_value: tuple[int, ...]
+    rest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    """One table: its title, what goes down and across, and the cases in each cell."""
+
+    title: str
+    down: str
+    across: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    cells: Mapping[tuple[str, str], tuple[Measured, ...]]
+
+
+# Sizes that grow with traffic and widths of a model, those first that tell more of a call.
+_DOWN = ("seq_len_q", "rows", "tokens", "batch")
+_ACROSS = ("head_dim", "n", "vocab", "hidden")
+
+
+def backend(kernel_id: str) -> str:
+    """The library a kernel comes from."""
+    return kernel_id.partition(".")[0]
+
+
+def backends(cases: Sequence[Measured]) -> list[str]:
+    """Backends in the order of how often they are chosen; those never chosen last."""
+    count: dict[str, int] = {}
+    for case in cases:
+        for kernel in case.kernels:
+            count.setdefault(backend(kernel), 0)
+        count[backend(case.chosen)] = count.get(backend(case.chosen), 0) + 1
+    return sorted(count, key=lambda name: (-count[name], name))
+
+
+def axes(case: Measured) -> Axes:
+    """How a case stands on its map."""
+    sizes = case.sizes
+    if "head_dim" in sizes and "seq_len_k" in sizes:
+        rows, columns = sizes.get("seq_len_q", 1), sizes["seq_len_k"]
+        heads, kv = sizes.get("num_heads", 1), sizes.get("num_kv_heads", sizes.get("num_heads", 1))
+        rest = f"B{sizes.get('batch', 1)} H{heads}" + (f"/{kv}" if kv != heads else "")
+        if rows not in (1, columns):
+            return Axes("queries → keys", (rows, columns), "head_dim", (sizes["head_dim"],), rest)
+        causal = " causal" if case.causal and rows > 1 else ""
+        return Axes("length", (columns,), "head_dim", (sizes["head_dim"],), rest + causal)
+    names = list(sizes) or ["size"]
+    down = next((name for name in _DOWN if name in sizes), names[0])
+    across = next((name for name in _ACROSS if name in sizes), names[-1])
+    shown = {"seq_len_q": "length"}.get(down, down)
+    rest = f"k {sizes['k']}" if case.op == "linear" and sizes.get("k") not in (None, sizes.get("n")) else ""
+    return Axes(shown, (sizes.get(down, 0),), across, (sizes.get(across, 0),), rest)
+
+
+def maps(cases: Sequence[Measured]) -> list[Map]:
+    """One map for each kind of call, dtype, device and mode, attention first."""
+    groups: dict[tuple[str, ...], list[Measured]] = {}
+    several = {name: len({getattr(case, name) for case in cases}) > 1 for name in ("device", "mode")}
+    for case in cases:
+        key = (phase(case), case.dtype, case.device if several["device"] else "", case.mode if several["mode"] else "")
+        groups.setdefault(key, []).append(case)
+    ordered = sorted(groups.items(), key=lambda item: ("head_dim" not in item[1][0].sizes, item[0]))
+    return [_map(key, found) for key, found in ordered]
+
+
+def _map(key: tuple[str, ...], cases: Sequence[Measured]) -> Map:
+    placed = [(axes(case), case) for case in cases]
+    rows = sorted({(at.down_value[-1:], at.down_value) for at, _ in placed})
+    columns = sorted({at.across_value for at, _ in placed})
+    cells: dict[tuple[str, str], list[Measured]] = {}
+    for at, case in placed:
+        cells.setdefault((_word(at.down_value), _word(at.across_value)), []).append(case)
+    downs = dict.fromkeys(at.down for at, _ in placed)
+    return Map(
+        ", ".join(word for word in key if word),
+        " or ".join(downs),
+        placed[0][0].across,
+        tuple(_word(value) for _, value in rows),
+        tuple(_word(value) for value in columns),
+        {place: tuple(found) for place, found in cells.items()},
+    )
+
+
+def _word(value: tuple[int, ...]) -> str:
+    return " → ".join(f"{part:,}".replace(",", "\u2009") for part in value)

@@ -13,9 +13,8 @@ from string import Template
 from layerzero_cli.html import breakable as _kernel
 from layerzero_cli.html import escaped as _e
 from layerzero_cli.html import page
-from layerzero_tune.bench.plot import short_time as _time
-from layerzero_tune.report.data import SLOWER, Figures, Measured, figures, phase
-from layerzero_tune.report.maps import Map, axes, backend, backends, maps
+from layerzero_tune.bench.contest import short_time as _time
+from layerzero_tune.report.data import SLOWER, Figures, Map, Measured, axes, backend, backends, figures, maps, phase
 from layerzero_tune.timing.clock import BEFORE
 
 _COLOURS = 9
@@ -165,10 +164,7 @@ def _data(case: Measured) -> str:
 
 # -- one library or all ------------------------------------------------------------------------------------
 def _ways(found: Figures) -> str:
-    if found.layerzero is None:
-        return ""
-    ways = [("LayerZero", found.layerzero), *sorted(found.libraries.items(), key=lambda item: item[1].geomean)]
-    slowest = max(item.geomean for _, item in ways)
+    slowest = max((item.geomean for _, item in found.ways), default=0.0)
     return "".join(
         f"<tr{' class=own' if name == 'LayerZero' else ''}>"
         f'<th scope="row">{_e(name)}</th>'
@@ -176,7 +172,7 @@ def _ways(found: Figures) -> str:
         f'<td class="num">{item.geomean:.3f}</td>'
         f'<td class="num">{item.worst:.2f} <small>{_e(item.worst_case)}</small></td>'
         f'<td class="num">{item.used_in} of {item.cases}</td></tr>'
-        for name, item in ways
+        for name, item in found.ways
     )
 
 

@@ -7,6 +7,7 @@ is what selection would have chosen, without them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.model.dispatch_table import DispatchTable, PlanEntry, bucket_sizes, situation
 from layerzero.model.op import OperationSpec
-from layerzero.perfdb.measurement import GROWING, upper
+from layerzero.perfdb.measurement import GROWING, Measurement, upper
 from layerzero.perfdb.store import PerfDB
 from layerzero.selection.buckets import boundaries, bucketed
 from layerzero.selection.engine import select
@@ -90,14 +91,10 @@ def _entry(ctx: Context, world: World, spec: OperationSpec, buckets: Edges, db: 
 
 def time_of(entry: PlanEntry, kernel_id: str, world: World, db: PerfDB) -> float | None:
     """The time of a kernel in the bucket of a table's entry, as measured here; None where it was not."""
-    bucket = _bucket_of_entry(entry, world)
-    if bucket is None:
-        return None
     versions = versions_of(world.registry, kernel_id)
-    for kind in ("cpu", "cuda"):
-        for row in db.find(entry.op, bucket, mode_of(kind)):
-            if row.kernel_id == kernel_id and versions == (row.kernel_version, row.backend_version):
-                return row.median_us
+    for row in _rows_of(entry, world, db):
+        if row.kernel_id == kernel_id and versions == (row.kernel_version, row.backend_version):
+            return row.median_us
     return None
 
 
@@ -106,8 +103,7 @@ def times_of(entry: PlanEntry, world: World, db: PerfDB) -> dict[str, float]:
 
     The table may come from another machine with its database; no kernel has to be there to be looked up.
     """
-    bucket = _bucket_of_entry(entry, world)
-    rows = [row for kind in ("cpu", "cuda") for row in db.find(entry.op, bucket, mode_of(kind))] if bucket else []
+    rows = _rows_of(entry, world, db)
     same = [row for row in rows if row.kernel_id == entry.kernel_id and row.median_us == entry.median_us]
     if not same:
         return {}
@@ -115,16 +111,15 @@ def times_of(entry: PlanEntry, world: World, db: PerfDB) -> dict[str, float]:
     return {row.kernel_id: row.median_us for row in here}  # of several, the latest
 
 
-def _bucket_of_entry(entry: PlanEntry, world: World) -> str | None:
+def _rows_of(entry: PlanEntry, world: World, db: PerfDB) -> list[Measurement]:
     """An entry ends where its buckets end, as the database's do, so its sizes spell the database's bucket."""
-    import json
-
     spec = world.ops.get(entry.op)
     if spec is None:
-        return None
+        return []
     growing = GROWING | set(spec.growing)
     sizes = {name: upper(size) if name in growing else size for name, size in entry.sizes}
-    return json.dumps({"sizes": sizes, "when": dict(entry.when)}, sort_keys=True, separators=(",", ":"))
+    bucket = json.dumps({"sizes": sizes, "when": dict(entry.when)}, sort_keys=True, separators=(",", ":"))
+    return [row for kind in ("cpu", "cuda") for row in db.find(entry.op, bucket, mode_of(kind))]
 
 
 Lookup = Callable[[PlanEntry, str], float | None]
@@ -180,8 +175,9 @@ def diff_tables(old: DispatchTable, new: DispatchTable, measured: Lookup | None 
             changes.append(Change(entry.op, words, left.kernel_id, right.kernel_id, _why(left, right, measured)))
         else:
             same += 1
-            if _moved(left.median_us, right.median_us):
-                why = f"{_time(left.median_us)}, now {_time(right.median_us)}"
+            before_us, now_us = left.median_us, right.median_us
+            if before_us is not None and now_us is not None and not 0.9 <= now_us / before_us <= 1.1:
+                why = f"{_time(before_us)}, now {_time(now_us)}"
                 retimed.append(Change(entry.op, words, left.kernel_id, right.kernel_id, why))
     return TableDiff(tuple(_header(old, new)), tuple(changes), same, tuple(retimed))
 
@@ -203,10 +199,6 @@ def _header(old: DispatchTable, new: DispatchTable) -> list[str]:
 
 def _time(us: float | None) -> str:
     return "not measured" if us is None else f"{us:.4g} µs"
-
-
-def _moved(old: float | None, new: float | None) -> bool:
-    return old is not None and new is not None and not 0.9 <= new / old <= 1.1
 
 
 def _why(old: PlanEntry, new: PlanEntry, measured: Lookup | None) -> str:

@@ -41,18 +41,11 @@ def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
         if event.error:
             args["error"] = event.error
         args |= {"event": event.number, **({"inside": event.parent} if event.parent else {})}
-        rows.append(
-            {
-                "name": _title(event),
-                "cat": f"layerzero,{event.kind}",
-                "ph": "X",
-                "ts": event.start / 1e3,
-                "dur": event.duration / 1e3,
-                "pid": pid,
-                "tid": event.thread,
-                "args": args,
-            }
-        )
+        # What the reader of a track wants to see first: "select rms_norm".
+        about = event.attributes.get("op") or event.attributes.get("kernel")
+        name, kind = f"{event.kind} {about}" if about else event.kind, f"layerzero,{event.kind}"
+        when = {"ts": event.start / 1e3, "dur": event.duration / 1e3, "pid": pid, "tid": event.thread}
+        rows.append({"name": name, "cat": kind, "ph": "X", **when, "args": args})
     rows.sort(key=lambda row: (row["ts"], -row["dur"]))
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     title = os.path.basename(sys.argv[0]) or "python"
@@ -63,12 +56,6 @@ def chrome_trace(events: Iterable[Event]) -> dict[str, Any]:
 
 def _meta(pid: int, tid: int, name: str, value: str) -> dict[str, Any]:
     return {"name": name, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": {"name": value}}
-
-
-def _title(event: Event) -> str:
-    """ "select rms_norm": what the reader of a track wants to see first."""
-    about = event.attributes.get("op") or event.attributes.get("kernel")
-    return f"{event.kind} {about}" if about else event.kind
 
 
 def _plain(value: Any) -> Any:

@@ -1,8 +1,12 @@
-"""Where another process can read the metrics: an HTTP port, which Prometheus scrapes, or a file.
+"""Telemetry for other programs: metrics at an HTTP port, in a file or a Prometheus registry, events as spans.
 
 `"9464"`, `":9464"` and `"host:9464"` are ports (on this machine only, unless a host is named); anything else is a file,
 rewritten whole every few seconds: text for a name that ends in `.prom`, as node_exporter's textfile collector reads it,
-else JSON. `lz top` reads all of them.
+else JSON. `lz top` reads all of them. A process with a registry of prometheus_client registers the metrics there.
+
+A cold call is an OpenTelemetry span, with its selection, compile and failover inside, made when its tree of events is
+complete, with the times measured then: it costs nothing while the call runs. Its parent is the span the program has
+open around the call. Hot calls have no events, and so no spans.
 """
 
 from __future__ import annotations
@@ -13,14 +17,16 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from layerzero.errors import ConfigurationError
+from layerzero.errors import BackendNotAvailableError, ConfigurationError
 from layerzero.files import write_whole
+from layerzero.telemetry.events import Event
 from layerzero.telemetry.metrics import CONTENT_TYPE, Family, text
+from layerzero.version import __version__
 from layerzero_tune.telemetry.reading import PORT
 
 _log = logging.getLogger("layerzero.telemetry")
@@ -53,7 +59,7 @@ class HttpExporter:
 
     def __init__(self, host: str, port: int, families: Families) -> None:
         handler = type("Handler", (_Handler,), {"families": staticmethod(families)})
-        kind = _Server6 if ":" in host else _Server
+        kind = _Server6 if ":" in host else ThreadingHTTPServer
         try:
             self._server = kind((host, port), handler)
         except (OSError, OverflowError) as error:
@@ -76,11 +82,7 @@ class HttpExporter:
         self._thread.join(timeout=5)
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-
-class _Server6(_Server):
+class _Server6(ThreadingHTTPServer):
     address_family = socket.AF_INET6
 
 
@@ -160,3 +162,75 @@ class FileExporter:
 
 
 Exporter = HttpExporter | FileExporter
+
+
+# -- libraries a program has already -------------------------------------------------------------
+def _missing(what: str, package: str) -> BackendNotAvailableError:
+    hint = "pip install 'layerzero-tune[telemetry]'"
+    return BackendNotAvailableError(what, code="BACKEND_NOT_INSTALLED", value=package, hint=hint)
+
+
+class Collector:
+    """Reads the families when Prometheus scrapes; nothing is counted twice and nothing is counted for it."""
+
+    def __init__(self, families: Families) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Any]:
+        """prometheus_client's own values."""
+        from prometheus_client.metrics_core import Metric
+
+        for item in self._families():
+            # The client adds the suffix of a counter itself.
+            name = item.name.removesuffix("_total") if item.kind == "counter" else item.name
+            metric = Metric(name, item.help, item.kind)
+            for sample in item.samples:
+                metric.add_sample(sample.name, dict(sample.labels), sample.value)
+            yield metric
+
+
+def register(families: Families, registry: Any = None) -> Callable[[], None]:
+    """Add the collector to a registry (default: the client's own); returns the way to take it out again."""
+    try:
+        from prometheus_client import REGISTRY
+    except ImportError as error:
+        raise _missing("metrics for prometheus_client need it", "prometheus-client") from error
+    where = REGISTRY if registry is None else registry
+    collector = Collector(families)
+    where.register(collector)
+    return lambda: where.unregister(collector)
+
+
+class Spans:
+    """A sink that hands trees of events to a tracer (default: that of the program's tracer provider)."""
+
+    def __init__(self, tracer: Any = None) -> None:
+        try:
+            from opentelemetry import trace
+        except ImportError as error:
+            raise _missing("spans need OpenTelemetry", "opentelemetry-api") from error
+        self._trace = trace
+        self._tracer = trace.get_tracer("layerzero", __version__) if tracer is None else tracer
+
+    def __call__(self, tree: tuple[Event, ...]) -> None:
+        """Make the spans of one tree, the outermost first."""
+        made: dict[int, Any] = {}
+        for event in tree:
+            parent = made.get(event.parent)
+            context = None if parent is None else self._trace.set_span_in_context(parent)
+            told = {f"layerzero.{key}": _plain(value) for key, value in event.attributes.items()}
+            name = f"layerzero.{event.kind}"
+            span = self._tracer.start_span(name, context=context, start_time=event.start, attributes=told)
+            made[event.number] = span
+            if event.error:
+                span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, event.error))
+        for event in reversed(tree):
+            made[event.number].end(end_time=event.end)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [str(item) for item in value]
+    return str(value)

@@ -7,6 +7,10 @@ torch code that somebody without LayerZero would have written, on the same tenso
 They never change: if one is ever found wrong, the right one gets a name of its own. What a call has beyond the cases
 they were measured in (a mask, another scale or eps, more axes) is passed on to torch; what torch has no argument for
 they leave out, and give another result than the op.
+
+Whoever is chosen has to hold against what a torch user would have written: the code is a contestant (`maker`) in the
+same rounds as the kernels, under a name that no kernel can bear, wherever it gives the reference's result for the call
+(a softcap, say, it does not know). A quantized weight has none: the code would compute with another, unquantized one.
 """
 
 from __future__ import annotations
@@ -19,7 +23,10 @@ import torch
 import torch.nn.functional as F
 
 from layerzero.measurements.believed import TORCH_DEFAULT
+from layerzero.model.context import Context
+from layerzero.model.op import OperationSpec
 from layerzero.runtime.current import builtin_ops
+from layerzero_tune.timing.race import Times
 
 __all__ = ["BASELINES", "TORCH_DEFAULT", "torch_default"]
 
@@ -164,19 +171,9 @@ def linear(given: Mapping[str, Any]) -> Call:
     return lambda: F.linear(x, weight, bias)
 
 
-BASELINES: Mapping[str, Callable[[Mapping[str, Any]], Call]] = {
-    "attention": attention,
-    "paged_attention": paged_attention,
-    "varlen_attention": varlen_attention,
-    "rms_norm": rms_norm,
-    "add_rms_norm": add_rms_norm,
-    "layer_norm": layer_norm,
-    "rope": rope,
-    "silu_and_mul": silu_and_mul,
-    "gelu_and_mul": gelu_and_mul,
-    "sample": sample,
-    "linear": linear,
-}
+_CODE = (attention, paged_attention, varlen_attention, rms_norm, add_rms_norm, layer_norm, rope, silu_and_mul,
+         gelu_and_mul, sample, linear)  # fmt: skip
+BASELINES: Mapping[str, Callable[[Mapping[str, Any]], Call]] = {code.__name__: code for code in _CODE}
 
 
 def torch_default(op: str, given: Mapping[str, Any]) -> Call | None:
@@ -192,3 +189,48 @@ def _windowed(queries: int, keys: int, device: torch.device, causal: bool, windo
     seen = columns <= rows if causal else torch.ones_like(columns <= rows)
     seen = seen & (columns >= rows - left) if left >= 0 else seen
     return seen & (columns <= rows + right) if right >= 0 else seen
+
+
+# -- as contestants --------------------------------------------------------------------------------
+CALLING_US = 1.0
+"""What calling a kernel through its binding may take beyond a call of torch: every choice pays it, so none loses by
+it."""
+
+Make = Callable[[tuple[Any, ...]], Call]
+"""Arguments of the op -> the torch code for them, ready to be timed."""
+
+
+def maker(spec: OperationSpec, ctx: Context, layout: str | None) -> Make | None:
+    """How torch's code for such calls is made; None for an op or a call that has none."""
+    code = BASELINES.get(ctx.op)
+    if ctx.quant_format or code is None:
+        return None
+
+    def make(args: tuple[Any, ...]) -> Call:
+        given = _given(spec, args, layout)
+        return (lambda: code(given)()) if ctx.op == "sample" else code(given)  # a draw from logits, as the kernels
+
+    return make
+
+
+def result_of(spec: OperationSpec, layout: str | None, make: Make) -> Callable[..., Any]:
+    """Torch's code as a function of the op's arguments that gives what the op gives, to be held against the truth."""
+
+    def run(*args: Any) -> Any:
+        given, found = _given(spec, args, layout), make(args)()
+        if spec.op_id == "paged_attention":
+            return found.squeeze(2)
+        if spec.op_id == "add_rms_norm":
+            return found, given["x"] + given["residual"]
+        return found.squeeze(-1) if spec.op_id == "sample" else found
+
+    return run
+
+
+def loses(choice: Times, plain: Times, noise: float) -> bool:
+    """Whether a kernel is slower than torch's code, by more than the noise band and what calling a kernel takes."""
+    return not choice.near(plain, noise) and choice.median_us > plain.median_us + CALLING_US
+
+
+def _given(spec: OperationSpec, args: tuple[Any, ...], layout: str | None) -> Mapping[str, Any]:
+    return {**dict(zip(spec.arguments, args, strict=False)), "layout": layout}

@@ -20,8 +20,8 @@ from dataclasses import replace
 from typing import Any
 
 from layerzero_tune.timing.clock import Clock, launch_clock
+from layerzero_tune.timing.host_load import pace, quick_core
 from layerzero_tune.timing.race import Times, without_common_mode
-from layerzero_tune.timing.steady import quick_core, quick_pace
 
 _LONG_US = 200.0  # a kernel of this length hides any launch
 _QUEUED = 10  # calls in a row: the queue of a device takes many more
@@ -43,7 +43,7 @@ class _Quickest:
         self._ns = 0
 
     def __call__(self) -> float:
-        now = quick_pace()
+        now = pace(3)
         self._ns = min(now, self._ns or now)
         return now / self._ns
 
