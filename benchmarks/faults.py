@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
     markers = CrashMarkers(Path(os.environ["LAYERZERO_QUARANTINE"]).parent / "measured")
     marker = each(lambda: markers.leave(markers.enter("a.rms_norm.b", "1", "signature", "rms_norm")), 30, 200)
     markers.close()
-    start = each(lambda: take_up(state, state.world.registry), 20, 20)
+    start = each(lambda: take_up(state.world.registry), 20, 20)
     idle = load.run(1, 100_000, quiet=True)
     loaded = load.run(given.threads, given.calls)
     again = load.run(1, 100_000, quiet=True)

@@ -307,7 +307,7 @@ def test_after_running_out_what_is_free_is_minded_for_a_while(lab: Any, monkeypa
     assert lab.tries == ["small.rms_norm.lean"]  # not tried again: it would not fit
     assert lz.validate("big.rms_norm.greedy", X, W)[0].code == "MEMORY_HEADROOM_EXCEEDED"
     pressure._until = 0.0
-    pressure._again(state)
+    pressure._again()
     assert state.world.free_memory is None
 
 

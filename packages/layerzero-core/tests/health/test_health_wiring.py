@@ -226,15 +226,15 @@ def test_a_third_partys_self_test_runs_in_a_process_of_its_own(
     faults.install(site, "fails_health", "frail")
     lz.reset()
     lz.configure(breaker={"cooldown_s": 3600.0})
-    assert "frail" in state.world.registry.backends and timers.has_self_test(state, "frail")
+    assert "frail" in state.world.registry.backends and timers.has_self_test("frail")
     state.health.backend_failed("frail", "boom")
-    wrong = timers.self_test(state, "frail")
+    wrong = timers.self_test("frail")
     assert wrong is not None and "HEALTH_CHECK_FAILED" in wrong and "got 5, expected 4" in wrong
     if os.environ.get("LAYERZERO_PROVE") != "1":  # each costs a process that imports torch
         return
     faults.install(site, "chatters_in_probe", "frail")
     state.health.configure(BreakerSettings(cooldown_s=0.0))
-    assert timers.advance(state)
+    assert timers.advance()
     assert phase("frail", "backends") is CLOSED
 
 

@@ -139,7 +139,7 @@ def bind(
 
         prepare()  # some vendors read where their cache is when they are imported
     if kernel.backend in world.enclosed:
-        from layerzero.isolation.proxy import isolated
+        from layerzero.isolation.worker import isolated
 
         kernel = apart(kernel)
         fn = isolated(kernel, world, rng=rng)
@@ -175,7 +175,7 @@ def bind(
     if world.policy.breaker.deadline_s is not None:
         from layerzero.runtime.watchdog import watchdog
 
-        run = watchdog.watched(run, kernel, state, world.policy.breaker.deadline_s)
+        run = watchdog.watched(run, kernel, world.policy.breaker.deadline_s)
     if decision.shadow and not rng and plan.kernel_id == decision.chosen:
         from layerzero.dispatch.canary import shadowed
 

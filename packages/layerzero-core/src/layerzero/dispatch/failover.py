@@ -157,7 +157,7 @@ def _charge(
             charge_memory(kernel_id, owner, decision.context)
             continue
         if kernel is not None and item.code == "ISOLATION_CRASHED" and "signal" in str(item.value):
-            child_crashed(state, kernel, decision.context.device, item)
+            child_crashed(kernel, decision.context.device, item)
         state.health.kernel_failed(kernel_id, error, owner)
 
 
@@ -237,7 +237,7 @@ def lost_device(bound: Bound, tensors: list[Tensor], error: Exception) -> Device
         return None
     if label not in state.lost:
         state.lost[label] = why
-        put(state, bound.kernel, bound.decision.context.device, why)
+        put(bound.kernel, bound.decision.context.device, why)
     return DeviceLostError(f"{bound.kernel_id}: {why.message}", reasons=(why,))
 
 
@@ -271,7 +271,7 @@ def charge_memory(kernel_id: str, backend: str, ctx: Context) -> None:
     now = time.monotonic()
     seen = [when for when in _oom_seen.get(kernel_id, ()) if now - when < _OOM_WINDOW_S] + [now]
     _oom_seen[kernel_id] = seen
-    pressure.felt(state, device_name(ctx))
+    pressure.felt(device_name(ctx))
     if len(seen) >= _OOM_CHARGE:
         del _oom_seen[kernel_id]
         state.health.kernel_failed(kernel_id, str(reason("OUT_OF_MEMORY", f"{len(seen)} times in a row")), backend)
@@ -301,7 +301,6 @@ def none_leaner(
 def _forget() -> None:
     _settled.clear()
     _oom_seen.clear()
-    pressure.forget()
 
 
 state.on_reset(_forget)

@@ -277,12 +277,12 @@ def _settled(case: _Case, own: _Verdict, served: Served | None, base: _Base | No
     _, ctx, _, bound, args = case
     if own.ok:
         _log.info("%s agrees with the baseline for %s (%s)", bound.kernel_id, ctx.op, kind_of(ctx))
-        proof_registry.learn(state, bound.kernel, ctx, own.error, agreed=case.grouped)
+        proof_registry.learn(bound.kernel, ctx, own.error, agreed=case.grouped)
     elif own.ok is False:
         allowed = own.why.partition("(allowed: ")[2].removesuffix(")")
         detail = "at its first use" if allowed else f"at its first use: {own.why}"
         why = reason("NUMERICS_MISMATCH", f"{own.error:.3g}", allowed or "the tolerance of the op", detail=detail)
-        put(state, bound.kernel, ctx.device, why)
+        put(bound.kernel, ctx.device, why)
         if case.asked and base is not None:
             raise KernelExecutionError(
                 f"{bound.kernel_id} was asked for by name, and its first answer is wrong: {why.message}",
@@ -313,7 +313,7 @@ def _together(case: _Case, base: _Base) -> Served | None:
             own, served = _own(case, base)
         own = _agreed(case, own)
     elif own.ok:  # all others went on with it at their last call
-        proof_registry.learn(state, kernel, ctx, own.error, agreed=True)
+        proof_registry.learn(kernel, ctx, own.error, agreed=True)
         return None
     return _settled(case, own, served, base)
 

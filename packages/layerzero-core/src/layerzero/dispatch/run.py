@@ -46,10 +46,10 @@ def miss(
     state.counters.misses += 1
     if state.lost:
         check_device(tensors)
-    if state.health.next_deadline() is not None and on_miss(state):
+    if state.health.next_deadline() is not None and on_miss():
         world, bucketed = current_world(), None  # its buckets are those of the World before
     ctx = describe(spec, args, layout, backend, world)
-    if pressure.met(state, world, device_name(ctx)):
+    if pressure.met(world, device_name(ctx)):
         world, bucketed = current_world(), None
     rng = spec.random is not None and spec.random(args)
     bound = _bound(spec, ctx, world, rng, args)

@@ -21,10 +21,10 @@ from layerzero.health.quarantine import SUSPECTED, Quarantine, default_file
 from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import KernelSpec
 from layerzero.reasons import Reason, ReasonCode
+from layerzero.runtime.state import state
 
 if TYPE_CHECKING:
     from layerzero.registry.kernels import KernelRegistry
-    from layerzero.runtime.state import Runtime
 
 _log = logging.getLogger("layerzero.health")
 
@@ -64,13 +64,13 @@ def collect(quarantine: Quarantine) -> None:
     gather(quarantine.path.parent / "crash_markers", lambda marker: _judge(quarantine, marker))
 
 
-def take_up(runtime: Runtime, registry: KernelRegistry) -> None:
+def take_up(registry: KernelRegistry) -> None:
     """Collect what crashed processes have left and block what is quarantined here; never raises."""
     _child_crashes.clear()
     file = place()
     _leave_markers(file)
     if file is None:
-        runtime.health.set_quarantined({})
+        state.health.set_quarantined({})
         return
     quarantine = Quarantine(file)
     try:
@@ -95,7 +95,7 @@ def take_up(runtime: Runtime, registry: KernelRegistry) -> None:
         if entry.device_signature in here:
             blocked[entry.kernel_id] = entry.why
             _log.warning("%s is in quarantine and is not used: %s", entry.kernel_id, blocked[entry.kernel_id])
-    runtime.health.set_quarantined(blocked)
+    state.health.set_quarantined(blocked)
 
 
 def _judge(quarantine: Quarantine, marker: CrashMarker) -> None:
@@ -113,12 +113,12 @@ def _judge(quarantine: Quarantine, marker: CrashMarker) -> None:
         quarantine.add(*key, ReasonCode.KERNEL_CRASHED, f"{times} processes ended during the first run of {marker.op}")
 
 
-def put(runtime: Runtime, kernel: KernelSpec, device: DeviceSpec, why: Reason) -> bool:
+def put(kernel: KernelSpec, device: DeviceSpec, why: Reason) -> bool:
     """Write a kernel into the quarantine and block it here as well. False where nothing could be written."""
     if kernel.backend == LAST_RESORT:
         return False
     file = place()
-    health = runtime.health
+    health = state.health
     text = f"{why.code.value}: {why.message}"
     health.set_quarantined({**health.snapshot().quarantined, kernel.kernel_id: text})
     if file is None:
@@ -132,11 +132,11 @@ def put(runtime: Runtime, kernel: KernelSpec, device: DeviceSpec, why: Reason) -
     return True
 
 
-def child_crashed(runtime: Runtime, kernel: KernelSpec, device: DeviceSpec, why: Reason) -> None:
+def child_crashed(kernel: KernelSpec, device: DeviceSpec, why: Reason) -> None:
     """An isolated kernel took its process down; the second time the next start does without it."""
     _child_crashes[kernel.kernel_id] += 1
     if _child_crashes[kernel.kernel_id] >= _CHILD_CRASHES:
-        put(runtime, kernel, device, why)
+        put(kernel, device, why)
 
 
 def first_run(kernel: KernelSpec, device: DeviceSpec) -> tuple[CrashMarkers | None, int | None]:

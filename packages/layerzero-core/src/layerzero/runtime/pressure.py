@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 from layerzero.device.memory import free_bytes
 from layerzero.forking import fresh_lock, in_child
 from layerzero.model.config import FrozenMap
+from layerzero.runtime.state import state
+from layerzero.runtime.timers import timers
 
 if TYPE_CHECKING:
-    from layerzero.runtime.state import Runtime
     from layerzero.selection.world import World
 
 _STEPS = 4  # per doubling
@@ -64,40 +65,38 @@ class Pressure:
         found = Levels(self._levels)
         return world if world.free_memory == found else world.changed(free_memory=found)
 
-    def met(self, runtime: Runtime, world: World, device: str) -> bool:
+    def met(self, world: World, device: str) -> bool:
         """On the cold path: look at the device of this call unless that was just done; True when the World changed."""
         if not self.wanted(world):
             return False
         if not self._ticking:
-            self._tick(runtime)
+            self._tick()
         if time.monotonic() - self._looked.get(device, -_EVERY_S) < _EVERY_S:
             return False
-        return self._look(device) and self._publish(runtime)
+        return self._look(device) and self._publish()
 
-    def felt(self, runtime: Runtime, device: str) -> None:
+    def felt(self, device: str) -> None:
         """A kernel ran out of memory on the device: mind what is free there for a while."""
         self._until = time.monotonic() + _AFTER_OOM_S
         self._look(device)
-        self._publish(runtime)
-        self._tick(runtime)
+        self._publish()
+        self._tick()
 
-    def _tick(self, runtime: Runtime) -> None:
-        from layerzero.runtime.timers import timers
-
+    def _tick(self) -> None:
         self._ticking = True
-        timers.after("memory", _TIMER_S, lambda: self._again(runtime))
+        timers.after("memory", _TIMER_S, self._again)
 
-    def _again(self, runtime: Runtime) -> None:
+    def _again(self) -> None:
         """The timer's part: calls that stay hot never come by, so free memory is looked at for them."""
         self._ticking = False
-        if not runtime.loaded:
+        if not state.loaded:
             return
-        wanted = self.wanted(runtime.world)
+        wanted = self.wanted(state.world)
         changed = [self._look(device) for device in list(self._looked)] if wanted else [True]
         if any(changed):
-            self._publish(runtime)
+            self._publish()
         if wanted:
-            self._tick(runtime)
+            self._tick()
 
     def _look(self, device: str) -> bool:
         """Read one device; True when its step is another than before."""
@@ -113,15 +112,15 @@ class Pressure:
             self._levels[device] = now
             return True
 
-    def _publish(self, runtime: Runtime) -> bool:
-        with runtime.changing():
-            if not runtime.loaded:
+    def _publish(self) -> bool:
+        with state.changing():
+            if not state.loaded:
                 return False
-            before = runtime.world
+            before = state.world
             after = self.with_memory(before)
             if after is before:
                 return False
-            runtime.publish(free_memory=after.free_memory)
+            state.publish(free_memory=after.free_memory)
             return True
 
     def forget(self) -> None:
@@ -137,4 +136,5 @@ class Pressure:
 
 
 pressure = Pressure()
+state.on_reset(pressure.forget)
 in_child(pressure.after_fork)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from layerzero.device.signature import family_of
 from layerzero.errors import CapabilitiesError
@@ -24,10 +23,8 @@ from layerzero.plugin.discovery import normalized
 from layerzero.reasons import Reason, reason
 from layerzero.registry.proofs import load_proofs
 from layerzero.runtime.crashes import place
+from layerzero.runtime.state import state
 from layerzero.selection.world import Proofs, World
-
-if TYPE_CHECKING:
-    from layerzero.runtime.state import Runtime
 
 _log = logging.getLogger("layerzero.health")
 
@@ -142,20 +139,20 @@ class ProofRegistry:
         return known or ("checked here" if self._known(_who(kernel, backend, device)) else None)
 
     # -- learning ------------------------------------------------------------------------------------
-    def learn(self, runtime: Runtime, kernel: KernelSpec, ctx: Context, error: float, *, agreed: bool = False) -> None:
+    def learn(self, kernel: KernelSpec, ctx: Context, error: float, *, agreed: bool = False) -> None:
         """A kernel was right for such a call: remembered here and on disk, and a new World says so."""
-        if self._remember(runtime.world, kernel, ctx, error, agreed):
-            self._publish(runtime)
+        if self._remember(state.world, kernel, ctx, error, agreed):
+            self._publish()
 
-    def tuned(self, runtime: Runtime, ctx: Context, errors: Mapping[str, float]) -> None:
+    def tuned(self, ctx: Context, errors: Mapping[str, float]) -> None:
         """Tuning has held these kernels against the reference: as good as a check of their first use."""
-        world = runtime.world
+        world = state.world
         if world.proofs is None:
             return
         kernels = [world.registry.kernels[name] for name in errors if name in world.registry.kernels]
         new = [kernel for kernel in kernels if world.proofs.of(kernel, ctx, False) is None]
         if [kernel for kernel in new if self._remember(world, kernel, ctx, errors[kernel.kernel_id], False)]:
-            self._publish(runtime)
+            self._publish()
 
     def _remember(self, world: World, kernel: KernelSpec, ctx: Context, error: float, agreed: bool) -> bool:
         """Write it down; whether that changes anything."""
@@ -174,10 +171,10 @@ class ProofRegistry:
                 _log.warning("%s was checked, which cannot be remembered: %s", kernel.kernel_id, kept.problem)
         return new or more
 
-    def _publish(self, runtime: Runtime) -> None:
-        with runtime.changing():
-            if runtime.world.proofs is not None:
-                runtime.publish(proofs=self.of_world(runtime.world))
+    def _publish(self) -> None:
+        with state.changing():
+            if state.world.proofs is not None:
+                state.publish(proofs=self.of_world(state.world))
 
     def error_of(self, kernel: KernelSpec, ctx: Context, world: World) -> float | None:
         """How far off the kernel was when it was checked here; None where it never was."""
@@ -206,3 +203,4 @@ def _who(kernel: KernelSpec, backend: BackendSpec | None, device: DeviceSpec) ->
 
 
 proof_registry = ProofRegistry()
+state.on_reset(proof_registry.forget)

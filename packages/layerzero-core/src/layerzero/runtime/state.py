@@ -7,7 +7,6 @@ that can change a choice (policy, locks, health, measurements, plugins, the cloc
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections import ChainMap
 from collections.abc import Callable, Mapping
@@ -150,7 +149,7 @@ class Runtime:
         from layerzero.runtime.crashes import take_up
 
         self._apply(policy)
-        take_up(self, registry)
+        take_up(registry)
         both: ChainMap[str, Any] = ChainMap(builtin_ops, dict(ops))
         world = World(registry=registry, ops=both, policy=policy)
         if any(kernel.jit for kernel in registry.kernels.values()):  # else no index of compiled kernels is read
@@ -273,7 +272,7 @@ class Runtime:
                 self._install(self._world.changed(health=health))
         from layerzero.runtime.timers import timers
 
-        timers.at_health_deadline(self)
+        timers.at_health_deadline()
 
     def on_swap(self, listener: Callable[[World], None]) -> None:
         """Call `listener(world)` after each swap."""
@@ -298,10 +297,6 @@ class Runtime:
             self.counters.reset()
             self.health.reset()
             self.health.set_quarantined({})
-            if "layerzero.runtime.proof_registry" in sys.modules:
-                from layerzero.runtime.proof_registry import proof_registry
-
-                proof_registry.forget()
             for forget in tuple(self._forgetting):
                 forget()
 

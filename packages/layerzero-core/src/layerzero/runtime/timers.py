@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from layerzero.forking import fresh_lock, in_child
 from layerzero.model.status import HealthReport
 from layerzero.reasons import reason
+from layerzero.runtime.state import state
 
 if TYPE_CHECKING:
     from layerzero.plugin.manager import PluginRecord
-    from layerzero.runtime.state import Runtime
 
 _log = logging.getLogger("layerzero.health")
 _one_at_a_time = threading.Lock()
@@ -53,24 +53,24 @@ class Timers:
         if timer is not None:
             timer.cancel()
 
-    def at_health_deadline(self, runtime: Runtime) -> None:
+    def at_health_deadline(self) -> None:
         """Arm the tick that lets an open breaker go half-open."""
-        deadline = runtime.health.next_deadline()
+        deadline = state.health.next_deadline()
         if deadline is None:
             self.cancel("health")
             return
 
         def tick() -> None:
-            advance(runtime)
-            self.at_health_deadline(runtime)
+            advance()
+            self.at_health_deadline()
 
         self.after("health", deadline - time.monotonic(), tick)
 
-    def ensure_health(self, runtime: Runtime) -> None:
+    def ensure_health(self) -> None:
         """Arm that tick unless it is armed or at work: after a fork its thread is gone."""
         timer = self._armed.get("health")
         if timer is None or not timer.is_alive():
-            self.at_health_deadline(runtime)
+            self.at_health_deadline()
 
     def forget(self) -> None:
         """In a forked child the timer threads are gone."""
@@ -81,27 +81,27 @@ timers = Timers()
 in_child(timers.forget)
 
 
-def on_miss(runtime: Runtime) -> bool:
+def on_miss() -> bool:
     """On the cold path: half-open what needs no self test; True when that changed the World."""
-    health = runtime.health
+    health = state.health
     due = health.due()
-    plain = [item for item in due if not has_self_test(runtime, _backend(runtime, *item))]
+    plain = [item for item in due if not has_self_test(_backend(*item))]
     if len(plain) < len(due):  # the timer's thread may be gone (a fork) or late: see that one is under way
-        timers.ensure_health(runtime)
+        timers.ensure_health()
     return bool(plain) and health.tick(only=plain)
 
 
-def advance(runtime: Runtime) -> bool:
+def advance() -> bool:
     """Test every backend one of whose breakers may half-open, and move those that pass; True when any moved."""
-    health = runtime.health
+    health = state.health
     with _one_at_a_time:
         due = health.due()
         passed: list[tuple[str, str]] = []
         told: dict[str, str | None] = {}
         for kind, name in due:
-            backend = _backend(runtime, kind, name)
+            backend = _backend(kind, name)
             if backend not in told:
-                told[backend] = self_test(runtime, backend)
+                told[backend] = self_test(backend)
             wrong = told[backend]
             if wrong is None:
                 passed.append((kind, name))
@@ -111,42 +111,42 @@ def advance(runtime: Runtime) -> bool:
         moved = bool(passed) and health.tick(only=passed)
         for backend, wrong in told.items():
             # For the backend's own breaker a passed self test is a good run; a kernel's next call is its own.
-            if wrong is None and ("backend", backend) in passed and has_self_test(runtime, backend):
+            if wrong is None and ("backend", backend) in passed and has_self_test(backend):
                 health.backend_succeeded(backend)
         return moved
 
 
-def _backend(runtime: Runtime, kind: str, name: str) -> str:
+def _backend(kind: str, name: str) -> str:
     if kind == "backend":
         return name
-    kernel = runtime.world.registry.kernels.get(name)
+    kernel = state.world.registry.kernels.get(name)
     return name.partition(".")[0] if kernel is None else kernel.backend
 
 
-def _record(runtime: Runtime, backend: str) -> PluginRecord | None:
-    return next((item for item in runtime.records if backend in item.backends), None)
+def _record(backend: str) -> PluginRecord | None:
+    return next((item for item in state.records if backend in item.backends), None)
 
 
-def _plugin(runtime: Runtime, backend: str) -> Any:
-    record, manager = _record(runtime, backend), runtime.plugin_manager
+def _plugin(backend: str) -> Any:
+    record, manager = _record(backend), state.plugin_manager
     return None if record is None or manager is None else manager.get_plugin(record.name)
 
 
-def has_self_test(runtime: Runtime, backend: str) -> bool:
+def has_self_test(backend: str) -> bool:
     """Whether a backend can be asked, and the policy wants it asked."""
-    asked = runtime.health.snapshot().settings.probe
-    return asked and getattr(_plugin(runtime, backend), "layerzero_health", None) is not None
+    asked = state.health.snapshot().settings.probe
+    return asked and getattr(_plugin(backend), "layerzero_health", None) is not None
 
 
-def self_test(runtime: Runtime, backend: str) -> str | None:
+def self_test(backend: str) -> str | None:
     """What is wrong with a backend according to its own known-answer test; None when nothing is, or nobody knows."""
-    if not has_self_test(runtime, backend):
+    if not has_self_test(backend):
         return None
-    limit = runtime.health.snapshot().settings.probe_timeout_s
-    record = _record(runtime, backend)
+    limit = state.health.snapshot().settings.probe_timeout_s
+    record = _record(backend)
     if record is not None and not record.builtin:
-        return _in_own_process(runtime, backend, limit)
-    return _in_this_process(_plugin(runtime, backend), backend, limit)
+        return _in_own_process(backend, limit)
+    return _in_this_process(_plugin(backend), backend, limit)
 
 
 def _in_this_process(plugin: Any, backend: str, limit: float) -> str | None:
@@ -168,11 +168,11 @@ def _in_this_process(plugin: Any, backend: str, limit: float) -> str | None:
     return _wrong(said[0])
 
 
-def _in_own_process(runtime: Runtime, backend: str, limit: float) -> str | None:
-    from layerzero.isolation.proxy import settings_for
+def _in_own_process(backend: str, limit: float) -> str | None:
+    from layerzero.isolation.worker import settings_for
     from layerzero.plugin.probing import probe
 
-    world = runtime.world
+    world = state.world
     enclosure = settings_for(backend, world).enclosure if backend in world.enclosed else None
     found = probe(backend, limit, enclosure=enclosure)
     if not found.status.available:

@@ -13,14 +13,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from layerzero.forking import fresh_lock, in_child
 from layerzero.model.kernel import KernelSpec
 from layerzero.reasons import reason
-
-if TYPE_CHECKING:
-    from layerzero.runtime.state import Runtime
+from layerzero.runtime.state import state
 
 _log = logging.getLogger("layerzero.health")
 
@@ -36,9 +34,7 @@ class Watchdog:
         self._numbers = itertools.count()  # the next one of these is atomic
         self.overdue = 0
 
-    def watched(
-        self, run: Callable[..., Any], kernel: KernelSpec, runtime: Runtime, limit: float
-    ) -> Callable[..., Any]:
+    def watched(self, run: Callable[..., Any], kernel: KernelSpec, limit: float) -> Callable[..., Any]:
         clock, me = time.monotonic, threading.get_ident
         under_way, numbers = self._under_way, self._numbers
 
@@ -46,7 +42,7 @@ class Watchdog:
             key = (me(), next(numbers))
             under_way[key] = (clock() + limit, limit, kernel)
             if self._thread is None:
-                self._begin(runtime)
+                self._begin()
             try:
                 return run(*args)
             finally:
@@ -57,15 +53,13 @@ class Watchdog:
 
         return seen
 
-    def _begin(self, runtime: Runtime) -> None:
+    def _begin(self) -> None:
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._look, args=(runtime,), name="layerzero-watchdog", daemon=True
-                )
+                self._thread = threading.Thread(target=self._look, name="layerzero-watchdog", daemon=True)
                 self._thread.start()
 
-    def _look(self, runtime: Runtime) -> None:
+    def _look(self) -> None:
         idle = 0
         while idle < 20:
             now = time.monotonic()
@@ -77,7 +71,7 @@ class Watchdog:
                     self.overdue += 1
                     why = reason("KERNEL_TIMEOUT", kernel.kernel_id, limit, detail="the call goes on")
                     _log.error("%s in thread %d: %s", kernel.kernel_id, key[0], why)
-                    runtime.health.kernel_failed(kernel.kernel_id, str(why), kernel.backend)
+                    state.health.kernel_failed(kernel.kernel_id, str(why), kernel.backend)
             shortest = min((limit for _, (_, limit, _) in calls), default=0.2)
             time.sleep(min(0.25, max(0.002, shortest / 4)))
         with self._lock:
