@@ -77,11 +77,11 @@ def linear_case(name, fmt, granularity, *, splits=1, activation=None, bias=True,
     def run():
         import layerzero as lz
         from layerzero.backends.reference.feed_forward import linear as truth
-        from layerzero_triton import config
+        from layerzero_triton import config, linear
 
         weight = lz.quantize(torch.randn(20, 64), fmt, granularity=granularity, **options)
         x, b = torch.randn(3, 64).half(), torch.randn(20).half() if bias else None
-        got = feed_forward.dequantized(x, weight, b, activation, config.LinearConfig(16, 16, 32, splits))
+        got = linear.dequantized(x, weight, b, activation, config.LinearConfig(16, 16, 32, splits))
         return differs("linear", got, truth(x.double(), weight, None if b is None else b.double(), activation), F16)
 
 
@@ -259,7 +259,7 @@ def planned():
     from layerzero.backends.reference.feed_forward import linear as true_linear
     from layerzero.backends.reference.varlen import paged_attention as true_paged
     from layerzero.model.kv_cache import make_paged_batch
-    from layerzero_triton import config, layer_norm, paged, rope
+    from layerzero_triton import config, layer_norm, linear, paged, rope
 
     wrong = []
     for turn in range(3):  # the third one asks for something else in the same shapes
@@ -278,7 +278,7 @@ def planned():
         wrong.append(differs("rope", kept, want[0]))
         weight = lz.quantize(torch.randn(20, 64), "int8", granularity="channel")
         given, bias = torch.randn(3, 64), None if last else torch.randn(20)
-        made = feed_forward.dequantized(given, weight, bias, "silu" if last else None)
+        made = linear.dequantized(given, weight, bias, "silu" if last else None)
         wrong.append(
             differs(
                 "linear",
