@@ -21,8 +21,7 @@ import torch.nn.functional as F
 
 import layerzero as lz
 from layerzero.isolation.process import Settings
-from layerzero.isolation.proxy import close_all, workers
-from layerzero.isolation.worker import Worker
+from layerzero.isolation.worker import Worker, close_all, workers
 from layerzero.runtime.state import state
 
 pytestmark = pytest.mark.skipif(os.environ.get("LAYERZERO_PROVE") != "1", reason="long lane: make prove NAME=faults")

@@ -19,9 +19,8 @@ from torch.nn.attention.bias import causal_lower_right
 import layerzero as lz
 from layerzero.backends.reference.attention import attention as reference
 from layerzero.isolation.process import Settings
-from layerzero.isolation.proxy import close_all, settings_for, worker_for, workers
 from layerzero.isolation.wire import ChildError, IsolationFault
-from layerzero.isolation.worker import Worker
+from layerzero.isolation.worker import Worker, close_all, settings_for, worker_for, workers
 from layerzero.numerics import assert_close, tolerance
 from layerzero.runtime.state import state
 

@@ -20,9 +20,8 @@ import torch.nn.functional as F
 import layerzero as lz
 from layerzero.errors import KernelExecutionError
 from layerzero.isolation.process import Settings, uncollected
-from layerzero.isolation.proxy import close_all, workers
 from layerzero.isolation.wire import ChildError, IsolationFault
-from layerzero.isolation.worker import Worker, delay_s
+from layerzero.isolation.worker import Worker, close_all, delay_s, workers
 from layerzero.runtime.state import state
 
 Q = torch.randn(2, 4, 8, 16, generator=torch.Generator().manual_seed(0))

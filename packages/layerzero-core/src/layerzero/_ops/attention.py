@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
 from layerzero._ops.bucketed import bucketed_key, remember_edges
-from layerzero._ops.signature import PUBLIC, fx_node, fx_proxy, register
+from layerzero._ops.signature import PUBLIC, declare, fx_node, fx_proxy, looked_up
 from layerzero.dispatch.hot import HOT_LIMIT, aside, autocast_key, before_dispatch, describe_tensor, generic_key
 from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import invalid
@@ -29,7 +29,7 @@ from layerzero.model.describe import (
 from layerzero.model.enums import Causal, Layout, Platform
 from layerzero.model.folding import fold, folding_of, is_folded
 from layerzero.model.masks import MASK_VALUES, BlockMask, ChunkMask
-from layerzero.model.op import Call, Op
+from layerzero.model.op import Call
 from layerzero.model.shapes import ordered, ordered_empty
 from layerzero.runtime.current import now, scope
 
@@ -242,27 +242,19 @@ def _cold(hot_key: Any, given: tuple[Any, ...], layout: str, backend: str | None
 
 def _by_generic_key(args: tuple[Any, ...], layout: str, backend: str | None) -> Any:
     """A call with sinks, or whose mask is a value, has a key of its own, looked up here: other calls never see it."""
-    world = current_world()
-    try:
+
+    def key_of(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
         key = generic_key("attention", args, layout, backend)
-        key = None if key is None or args[4] == 1.0 else (*key, args[4] != 0.0)
-        bound = world.hot.get(key)
-    except (RuntimeError, TypeError):  # an option that cannot be hashed
-        key = bound = None
-    if bound is not None and (bound.guard is None or bound.guard()):
         check_dropout(args[4])
         check_softcap(args[8])
-        try:
-            return bound.run(*args)
-        except Exception as error:
-            return recover(ATTENTION, world, bound, args, layout, backend, error)
-    return miss(ATTENTION, world, key, args, layout, backend)
+        return None if key is None or args[4] == 1.0 else (*key, args[4] != 0.0)
+
+    return looked_up(ATTENTION, key_of, args, layout, backend)
 
 
 def _causal_bias(mask: Any, is_causal: bool | str, query: Any, key: Any, layout: Any) -> tuple[Any, bool | str]:
     """torch's CausalBias objects say what they mean; take them at their word instead of as a dense mask."""
-    variant = getattr(mask, "variant", None)
-    if variant is None or type(mask).__name__ != "CausalBias":
+    if type(mask).__name__ != "CausalBias":
         return mask, is_causal
     if is_causal:
         raise invalid("MASK_WITH_CAUSAL", str(is_causal))
@@ -270,7 +262,7 @@ def _causal_bias(mask: Any, is_causal: bool | str, query: Any, key: Any, layout:
     sizes, made_for = (query.shape[seq], key.shape[seq]), (mask.seq_len_q, mask.seq_len_kv)
     if sizes != made_for:
         raise invalid("MASK_NOT_BROADCASTABLE", str(made_for), str(sizes))
-    return None, "bottom_right" if variant.name == "LOWER_RIGHT" else True
+    return None, "bottom_right" if mask.variant.name == "LOWER_RIGHT" else True
 
 
 def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
@@ -331,38 +323,36 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
     return out, query.new_empty(of_heads.shape[:-1], dtype=torch.float32)
 
 
-ATTENTION = register(
-    Op(
-        function=attention,
-        fake=_fake,
-        plain="layerzero.torch_ops.attention:attend",
-        lowered={"dropout_p": "left out", "enable_gqa": "left out"},
-        lowering="layerzero.torch_ops.attention",
-        keeps_order=True,
-        arguments=(
-            "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "window", "softcap",
-            "alibi_slopes", "return_lse", "sinks",
-        ),
-        trailing=1,
-        canonical=_canonical,
-        describe=_describe,
-        reference="layerzero.backends.reference.attention:attention",
-        cost=Roofline(
-            "element_bytes * batch * (head_dim + head_dim_v) * (num_heads * seq_len_q + num_kv_heads * seq_len_k) "
-            "+ (mask_bool + element_bytes * mask_float) * seq_len_q * seq_len_k",
-            "2 * batch * num_heads * seq_len_q * keys_seen * (head_dim + head_dim_v)",
-        ),
-        shapes={
-            "q": "batch,num_heads,seq_len_q,head_dim",
-            "k": "batch,num_kv_heads,seq_len_k,head_dim",
-            "v": "batch,num_kv_heads,seq_len_k,head_dim_v",
-        },
-        options=("layout", "causal", "dropout", "window", "softcap", "lse", "mask", "alibi", "sinks",),
-        example="layerzero._ops.examples_attention:attention",
-        tolerance="attention",
-        growing=("seq_len_q", "seq_len_k"),
-        random=lambda args: args[4] > 0.0,
-        autocast=True,
-        keyed="TTTOZWFWAIAOAWW",
-    )
+ATTENTION = declare(
+    function=attention,
+    fake=_fake,
+    plain="layerzero.torch_ops.attention:attend",
+    lowered={"dropout_p": "left out", "enable_gqa": "left out"},
+    lowering="layerzero.torch_ops.attention",
+    keeps_order=True,
+    arguments=(
+        "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "window", "softcap",
+        "alibi_slopes", "return_lse", "sinks",
+    ),
+    trailing=1,
+    canonical=_canonical,
+    describe=_describe,
+    reference="layerzero.backends.reference.attention:attention",
+    cost=Roofline(
+        "element_bytes * batch * (head_dim + head_dim_v) * (num_heads * seq_len_q + num_kv_heads * seq_len_k) "
+        "+ (mask_bool + element_bytes * mask_float) * seq_len_q * seq_len_k",
+        "2 * batch * num_heads * seq_len_q * keys_seen * (head_dim + head_dim_v)",
+    ),
+    shapes={
+        "q": "batch,num_heads,seq_len_q,head_dim",
+        "k": "batch,num_kv_heads,seq_len_k,head_dim",
+        "v": "batch,num_kv_heads,seq_len_k,head_dim_v",
+    },
+    options=("layout", "causal", "dropout", "window", "softcap", "lse", "mask", "alibi", "sinks",),
+    example="layerzero._ops.examples_attention:attention",
+    tolerance="attention",
+    growing=("seq_len_q", "seq_len_k"),
+    random=lambda args: args[4] > 0.0,
+    autocast=True,
+    keyed="TTTOZWFWAIAOAWW",
 )  # fmt: skip

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from layerzero._ops.signature import dispatch, register
+from layerzero._ops.signature import declare, dispatch
 from layerzero.errors import invalid
 from layerzero.model.checks import context_of, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.describe import dtype_name
-from layerzero.model.op import Call, Op
+from layerzero.model.op import Call
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
@@ -59,19 +59,17 @@ def _describe(call: Call) -> Context:
     return context_of(call, "cast", word, {"elements": x.numel()}, needs, (x,), rank=x.ndim)
 
 
-CAST = register(
-    Op(
-        function=cast,
-        fake=lambda x, dtype, *rest: x.new_empty(x.shape, dtype=dtype),
-        describe=_describe,
-        reference="layerzero.backends.reference.conversion:cast",
-        cost=Roofline("elements * (element_bytes + 1)", "elements"),
-        shapes={"shape": "*elements"},
-        options=("format",),
-        example="layerzero._ops.examples_rows:cast",
-        tolerance="exact",
-        growing=("elements",),
-        fusable=True,
-        keyed="TWWW",
-    )
+CAST = declare(
+    function=cast,
+    fake=lambda x, dtype, *rest: x.new_empty(x.shape, dtype=dtype),
+    describe=_describe,
+    reference="layerzero.backends.reference.conversion:cast",
+    cost=Roofline("elements * (element_bytes + 1)", "elements"),
+    shapes={"shape": "*elements"},
+    options=("format",),
+    example="layerzero._ops.examples_rows:cast",
+    tolerance="exact",
+    growing=("elements",),
+    fusable=True,
+    keyed="TWWW",
 )

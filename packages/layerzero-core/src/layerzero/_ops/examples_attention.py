@@ -230,7 +230,6 @@ def varlen(draw: Draw) -> Args:
 
 
 def _packed(draw: Draw, tokens: int, tokens_k: int) -> tuple[Tensor, ...]:
-    """Query, key and value of packed sequences."""
     heads, kv_heads, dim = _heads(draw)
     shapes = ((tokens, heads, dim), (tokens_k, kv_heads, dim), (tokens_k, kv_heads, draw.size("head_dim_v", dim)))
     return tuple(draw.main(*shape, place=place, axis=1) for place, shape in enumerate(shapes))
@@ -258,10 +257,5 @@ def grouped(draw: Draw) -> Args:
     host = [0, *accumulate(chain(*queries))], [0, *accumulate(keys)], [list(part) for part in prefixes]
     ends_q, ends_k, lengths = (_told(draw, values) for values in host)
     plan = make_grouped_batch(ends_q, ends_k, lengths.reshape(len(queries), len(keys)), host)
-    return (
-        *_packed(draw, host[0][-1], host[1][-1]),
-        plan,
-        ctx.causal is not Causal.NONE,
-        ctx.scale,
-        "lse" in ctx.needs,
-    )
+    tensors = _packed(draw, host[0][-1], host[1][-1])
+    return (*tensors, plan, ctx.causal is not Causal.NONE, ctx.scale, "lse" in ctx.needs)

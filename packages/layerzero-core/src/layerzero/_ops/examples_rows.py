@@ -302,14 +302,8 @@ def gate(draw: Draw) -> Args:
     best = min(groups, max(1, -(-k * groups // experts), groups // 2))
     scoring = "sigmoid" if "scoring_sigmoid" in needs else "softmax"
     bias = draw.normal(experts, dtype=torch.float32) if "choice_bias" in needs else None
-    return (
-        logits,
-        (k, groups, draw.choice("groups_kept", best)),
-        scoring,
-        True,
-        bias,
-        draw.choice("routed_scale", 1.0),
-    )
+    choice = (k, groups, draw.choice("groups_kept", best))
+    return (logits, choice, scoring, True, bias, draw.choice("routed_scale", 1.0))
 
 
 def grouped_gemm(draw: Draw) -> Args:

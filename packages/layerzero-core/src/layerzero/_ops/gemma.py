@@ -29,10 +29,7 @@ def gemma_add_rms_norm(
 
 
 GEMMA_RMS_NORM = norm_op(
-    gemma_rms_norm,
-    Roofline("element_bytes * hidden * (2 * rows + 1)", "5 * rows * hidden"),
-    "weight",
-    optional=False,
+    gemma_rms_norm, Roofline("element_bytes * hidden * (2 * rows + 1)", "5 * rows * hidden"), "weight", optional=False
 )
 GEMMA_ADD_RMS_NORM = norm_op(
     gemma_add_rms_norm,

@@ -9,19 +9,17 @@ import torch
 from torch import Tensor
 
 from layerzero._ops.bucketed import buckets_of
-from layerzero._ops.signature import keyed, register
+from layerzero._ops.signature import declare, keyed
 from layerzero.dispatch.hot import describe_tensor, mode_key
 from layerzero.errors import invalid
-from layerzero.model.checks import context_of, expect_heads, expect_rank, expect_tensor
+from layerzero.model.checks import context_of, expect_heads, expect_rank
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.describe import check_devices, check_floating, check_scale, dtype_name
 from layerzero.model.enums import Causal
 from layerzero.model.grouped import GroupedBatch, make_grouped_batch
-from layerzero.model.op import Call, Op
+from layerzero.model.op import Call
 from layerzero.model.shapes import with_lse
-
-_grad_enabled = torch.is_grad_enabled
 
 
 def grouped_batch(
@@ -112,7 +110,7 @@ def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
     if query.shape[0] != batch.total_q or key.shape[0] != batch.total_k or not isinstance(causal, bool):
         return None
     lengths = (batch.max_query_len, batch.max_kv_len)
-    grad = _grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     return (
         "grouped_attention",
         describe_tensor(query),
@@ -131,7 +129,7 @@ def _describe(call: Call) -> Context:
     query, key, value, batch, causal, scale, return_lse = call.args
     named = (("query", query), ("key", key), ("value", value))
     for name, item in named:
-        expect_rank(expect_tensor(item, name), name, (3,))
+        expect_rank(item, name, (3,))
     check_devices(query=query, key=key, value=value, kv_lens=batch.kv_lens)
     words = tuple(check_floating(item, name) for name, item in named)
     if not isinstance(causal, bool):
@@ -184,31 +182,29 @@ def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(told[name] for name in GROUPED_ATTENTION.arguments)
 
 
-GROUPED_ATTENTION = register(
-    Op(
-        function=grouped_attention,
-        fake=lambda query, key, value, *rest: with_lse(query.new_empty((*query.shape[:2], value.shape[2])), rest[-1]),
-        arguments=("query", "key", "value", "batch", "causal", "scale", "return_lse"),
-        describe=_describe,
-        reference="layerzero.backends.reference.varlen:grouped_attention",
-        cost=Roofline(
-            "element_bytes * batch * (head_dim + head_dim_v) * (num_groups * seq_len_q * num_heads "
-            "+ seq_len_k * num_kv_heads) + 3 * index_bytes * (batch * num_groups + 1)",
-            "2 * batch * num_groups * seq_len_q * num_heads * keys_seen * (head_dim + head_dim_v)",
-        ),
-        shapes={
-            "q": "tokens,num_heads,head_dim",
-            "k": "tokens_k,num_kv_heads,head_dim",
-            "batch": "1",
-            "num_groups": "2",
-            "seq_len_q": "tokens - tokens // 2",
-            "seq_len_k": "tokens_k",
-        },
-        options=("causal", "lse"),
-        example="layerzero._ops.examples_attention:grouped",
-        tolerance="attention",
-        growing=("seq_len_q", "seq_len_k"),
-        autocast=True,
-        canonical=_canonical,
-    )
+GROUPED_ATTENTION = declare(
+    function=grouped_attention,
+    fake=lambda query, key, value, *rest: with_lse(query.new_empty((*query.shape[:2], value.shape[2])), rest[-1]),
+    arguments=("query", "key", "value", "batch", "causal", "scale", "return_lse"),
+    describe=_describe,
+    reference="layerzero.backends.reference.varlen:grouped_attention",
+    cost=Roofline(
+        "element_bytes * batch * (head_dim + head_dim_v) * (num_groups * seq_len_q * num_heads "
+        "+ seq_len_k * num_kv_heads) + 3 * index_bytes * (batch * num_groups + 1)",
+        "2 * batch * num_groups * seq_len_q * num_heads * keys_seen * (head_dim + head_dim_v)",
+    ),
+    shapes={
+        "q": "tokens,num_heads,head_dim",
+        "k": "tokens_k,num_kv_heads,head_dim",
+        "batch": "1",
+        "num_groups": "2",
+        "seq_len_q": "tokens - tokens // 2",
+        "seq_len_k": "tokens_k",
+    },
+    options=("causal", "lse"),
+    example="layerzero._ops.examples_attention:grouped",
+    tolerance="attention",
+    growing=("seq_len_q", "seq_len_k"),
+    autocast=True,
+    canonical=_canonical,
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from layerzero._ops.signature import dispatch, expect_below, register
+from layerzero._ops.signature import declare, dispatch, expect_below
 from layerzero.errors import invalid
 from layerzero.model.checks import context_of, expect_index, expect_rank, expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
@@ -99,21 +99,19 @@ def quantized_context(
     return simple_context(call, op, x, others, dims, needs, weight_layout=None if layout == "plain" else layout, **more)
 
 
-LINEAR = register(
-    Op(
-        function=linear,
-        fake=lambda x, weight, *rest: x.new_empty((*x.shape[:-1], weight.shape[0])),
-        describe=_describe,
-        reference="layerzero.backends.reference.feed_forward:linear",
-        cost=Roofline("element_bytes * (rows * (k + n) + bias * n) + code_bytes * n * k", "2 * rows * n * k"),
-        shapes={"shape": "*rows,k", "weight": "n,k"},
-        options=("bias", "activation", "format", "granularity"),
-        example="layerzero._ops.examples_rows:linear",
-        tolerance="gemm",
-        row_wise=(0,),
-        growing=("rows",),
-        autocast=True,
-    )
+LINEAR = declare(
+    function=linear,
+    fake=lambda x, weight, *rest: x.new_empty((*x.shape[:-1], weight.shape[0])),
+    describe=_describe,
+    reference="layerzero.backends.reference.feed_forward:linear",
+    cost=Roofline("element_bytes * (rows * (k + n) + bias * n) + code_bytes * n * k", "2 * rows * n * k"),
+    shapes={"shape": "*rows,k", "weight": "n,k"},
+    options=("bias", "activation", "format", "granularity"),
+    example="layerzero._ops.examples_rows:linear",
+    tolerance="gemm",
+    row_wise=(0,),
+    growing=("rows",),
+    autocast=True,
 )
 
 
@@ -127,8 +125,7 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, ba
 
 def _describe_embedding(call: Call) -> Context:
     ids, weight, padding_idx = call.args
-    ids, weight = expect_tensor(ids, "ids"), expect_tensor(weight, "weight")
-    expect_rank(weight, "weight", (2,))
+    ids, weight = expect_tensor(ids, "ids"), expect_rank(weight, "weight", (2,))
     check_devices(ids=ids, weight=weight)
     word = check_floating(weight, "weight")
     index = expect_index(ids, "ids")
@@ -140,19 +137,17 @@ def _describe_embedding(call: Call) -> Context:
     return context_of(call, "embedding", word, dims, needs, (weight,), dtypes=(word,), rank=ids.ndim, index_dtype=index)
 
 
-EMBEDDING = register(
-    Op(
-        function=embedding,
-        fake=lambda ids, weight, *rest: weight.new_empty((*ids.shape, weight.shape[1])),
-        torch_names=("embedding_lookup",),
-        describe=_describe_embedding,
-        reference="layerzero.backends.reference.feed_forward:embedding",
-        cost=Roofline("tokens * (2 * element_bytes * hidden + index_bytes)", "0"),
-        shapes={"shape": "*tokens", "weight": "vocab,hidden"},
-        example="layerzero._ops.examples_rows:embedding",
-        tolerance="exact",
-        growing=("tokens",),
-    )
+EMBEDDING = declare(
+    function=embedding,
+    fake=lambda ids, weight, *rest: weight.new_empty((*ids.shape, weight.shape[1])),
+    torch_names=("embedding_lookup",),
+    describe=_describe_embedding,
+    reference="layerzero.backends.reference.feed_forward:embedding",
+    cost=Roofline("tokens * (2 * element_bytes * hidden + index_bytes)", "0"),
+    shapes={"shape": "*tokens", "weight": "vocab,hidden"},
+    example="layerzero._ops.examples_rows:embedding",
+    tolerance="exact",
+    growing=("tokens",),
 )
 
 
@@ -187,26 +182,24 @@ def _describer(op: str) -> Callable[[Call], Context]:
     return describe
 
 
-def _op(function: Callable[..., Tensor]) -> Op:
+def _gated(function: Callable[..., Tensor]) -> Op:
     name = function.__name__
-    return register(
-        Op(
-            function=function,
-            fake=gated,
-            describe=_describer(name),
-            reference=f"layerzero.backends.reference.feed_forward:{name}",
-            cost=Roofline("3 * element_bytes * rows * hidden", "8 * rows * hidden"),
-            shapes={"shape": "*rows,2*hidden"},
-            options=("approximate",) if name == "gelu_and_mul" else (),
-            example="layerzero._ops.examples_rows:gated",
-            tolerance="gemm",
-            row_wise=(0,),
-            growing=("rows",),
-            fusable=True,
-        )
+    return declare(
+        function=function,
+        fake=gated,
+        describe=_describer(name),
+        reference=f"layerzero.backends.reference.feed_forward:{name}",
+        cost=Roofline("3 * element_bytes * rows * hidden", "8 * rows * hidden"),
+        shapes={"shape": "*rows,2*hidden"},
+        options=("approximate",) if name == "gelu_and_mul" else (),
+        example="layerzero._ops.examples_rows:gated",
+        tolerance="gemm",
+        row_wise=(0,),
+        growing=("rows",),
+        fusable=True,
     )
 
 
-SILU_AND_MUL = _op(silu_and_mul)
-GELU_AND_MUL = _op(gelu_and_mul)
-RELU_AND_MUL = _op(relu_and_mul)
+SILU_AND_MUL = _gated(silu_and_mul)
+GELU_AND_MUL = _gated(gelu_and_mul)
+RELU_AND_MUL = _gated(relu_and_mul)

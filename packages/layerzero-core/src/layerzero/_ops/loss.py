@@ -7,13 +7,13 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from layerzero._ops.signature import dispatch, expect_below, register
+from layerzero._ops.signature import declare, dispatch, expect_below
 from layerzero.errors import invalid
 from layerzero.model.checks import expect_index, expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.describe import absent, check_counted
-from layerzero.model.op import Call, Op
+from layerzero.model.op import Call
 
 
 @overload
@@ -104,21 +104,19 @@ def _describe(call: Call) -> Context:
     return simple_context(call, "cross_entropy", logits, {"labels": labels}, dims, wanted, index_dtype=index)
 
 
-CROSS_ENTROPY = register(
-    Op(
-        function=cross_entropy,
-        fake=_fake,
-        lowered={"label_smoothing": "absent for 0", "z_loss": "absent for 0"},
-        output_kind="tensors",
-        describe=_describe,
-        reference="layerzero.backends.reference.loss:cross_entropy",
-        cost=Roofline("element_bytes * rows * vocab + (index_bytes + 4) * rows", "4 * rows * vocab"),
-        shapes={"shape": "*rows,vocab"},
-        options=("softcap", "lse",),
-        example="layerzero._ops.examples_rows:cross_entropy",
-        keywords=_keywords,
-        growing=("rows",),
-        canonical=_canonical,
-        keyed="TTNYAYWWW",
-    )
+CROSS_ENTROPY = declare(
+    function=cross_entropy,
+    fake=_fake,
+    lowered={"label_smoothing": "absent for 0", "z_loss": "absent for 0"},
+    output_kind="tensors",
+    describe=_describe,
+    reference="layerzero.backends.reference.loss:cross_entropy",
+    cost=Roofline("element_bytes * rows * vocab + (index_bytes + 4) * rows", "4 * rows * vocab"),
+    shapes={"shape": "*rows,vocab"},
+    options=("softcap", "lse",),
+    example="layerzero._ops.examples_rows:cross_entropy",
+    keywords=_keywords,
+    growing=("rows",),
+    canonical=_canonical,
+    keyed="TTNYAYWWW",
 )  # fmt: skip

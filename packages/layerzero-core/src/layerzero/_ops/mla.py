@@ -9,19 +9,17 @@ from torch import Tensor
 
 from layerzero._ops.bucketed import buckets_of
 from layerzero._ops.paged import check_pages
-from layerzero._ops.signature import keyed, register
+from layerzero._ops.signature import declare, keyed
 from layerzero.dispatch.hot import describe_tensor, mode_key
 from layerzero.errors import invalid
-from layerzero.model.checks import context_of, expect_rank, expect_tensor
+from layerzero.model.checks import context_of, expect_rank
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.describe import check_devices, check_floating, check_scale, dtype_name
 from layerzero.model.enums import Causal
 from layerzero.model.kv_cache import PagedBatch
-from layerzero.model.op import Call, Op
+from layerzero.model.op import Call
 from layerzero.model.shapes import with_lse
-
-_grad_enabled = torch.is_grad_enabled
 
 
 @overload
@@ -85,7 +83,7 @@ def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
     if scale is None or not all(isinstance(item, Tensor) for item in tensors):
         return None
     lengths = (batch.max_query_len, batch.max_context_len)
-    grad = _grad_enabled() and any(item.requires_grad for item in tensors)
+    grad = torch.is_grad_enabled() and any(item.requires_grad for item in tensors)
     return (
         "mla_paged_attention",
         *(describe_tensor(item) for item in tensors),
@@ -103,7 +101,7 @@ def _describe(call: Call) -> Context:
     _expect_batch(batch)
     named = (("q_nope", q_nope), ("q_pe", q_pe), ("ckv_cache", ckv_cache), ("kpe_cache", kpe_cache))
     for name, item in named:
-        expect_rank(expect_tensor(item, name), name, (3,))
+        expect_rank(item, name, (3,))
     check_devices(**dict(named), block_tables=batch.block_tables)
     words = {name: check_floating(item, name) for name, item in named}
     if scale is None:
@@ -122,11 +120,8 @@ def _describe(call: Call) -> Context:
         if left != right:
             raise invalid("HEAD_DIM_MISMATCH", left, right, f"{names} disagree")
     if 0 in (heads, latent, page):
-        raise invalid(
-            "SHAPE_INVALID",
-            f"{tuple(q_nope.shape)} over {tuple(ckv_cache.shape)}",
-            "at least one head, one latent channel and one token a page",
-        )
+        shown = f"{tuple(q_nope.shape)} over {tuple(ckv_cache.shape)}"
+        raise invalid("SHAPE_INVALID", shown, "at least one head, one latent channel and one token a page")
     if tokens != batch.total_q:
         raise invalid("SHAPE_INVALID", f"of {tokens} query tokens", f"the batch: {batch.total_q} from query_lens")
     check_pages(ckv_cache, batch, 3, 1)
@@ -167,29 +162,27 @@ def _same(names: str, found: Any, wanted: tuple[int, ...], tensor: Tensor) -> No
         raise invalid("SHAPE_INVALID", str(tuple(tensor.shape)), f"{list(wanted)} in front", f"{names} disagree")
 
 
-MLA_PAGED_ATTENTION = register(
-    Op(
-        function=mla_paged_attention,
-        fake=lambda q_nope, *rest: with_lse(q_nope.new_empty(q_nope.shape), rest[-1]),
-        describe=_describe,
-        reference="layerzero.backends.reference.paged:mla_paged_attention",
-        cost=Roofline(
-            "element_bytes * tokens * num_heads * (2 * head_dim_ckv + head_dim_kpe) "
-            "+ cache_bytes * batch * seq_len_k * (head_dim_ckv + head_dim_kpe) "
-            "+ index_bytes * batch * (2 + ceil(seq_len_k / page_size))",
-            "2 * tokens * num_heads * keys_seen * (2 * head_dim_ckv + head_dim_kpe)",
-        ),
-        shapes={
-            "q": "tokens,num_heads,head_dim_ckv",
-            "k": "num_blocks,page_size,head_dim_ckv",
-            "head_dim_kpe": "64",
-            "batch": "tokens",
-            "seq_len_q": "1",
-            "seq_len_k": "max(1, num_blocks // max(1, tokens)) * page_size",
-        },
-        options=("context", "lse"),
-        example="layerzero._ops.examples_attention:latent",
-        tolerance="attention",
-        growing=("seq_len_q", "seq_len_k"),
-    )
+MLA_PAGED_ATTENTION = declare(
+    function=mla_paged_attention,
+    fake=lambda q_nope, *rest: with_lse(q_nope.new_empty(q_nope.shape), rest[-1]),
+    describe=_describe,
+    reference="layerzero.backends.reference.varlen:mla_paged_attention",
+    cost=Roofline(
+        "element_bytes * tokens * num_heads * (2 * head_dim_ckv + head_dim_kpe) "
+        "+ cache_bytes * batch * seq_len_k * (head_dim_ckv + head_dim_kpe) "
+        "+ index_bytes * batch * (2 + ceil(seq_len_k / page_size))",
+        "2 * tokens * num_heads * keys_seen * (2 * head_dim_ckv + head_dim_kpe)",
+    ),
+    shapes={
+        "q": "tokens,num_heads,head_dim_ckv",
+        "k": "num_blocks,page_size,head_dim_ckv",
+        "head_dim_kpe": "64",
+        "batch": "tokens",
+        "seq_len_q": "1",
+        "seq_len_k": "max(1, num_blocks // max(1, tokens)) * page_size",
+    },
+    options=("context", "lse"),
+    example="layerzero._ops.examples_attention:latent",
+    tolerance="attention",
+    growing=("seq_len_q", "seq_len_k"),
 )

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from layerzero._ops.linear import check_activation, quantized_context, weight_shape
-from layerzero._ops.signature import dispatch, register
+from layerzero._ops.signature import declare, dispatch
 from layerzero.errors import invalid
 from layerzero.model.checks import expect_index, expect_rank, expect_shape, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.describe import check_devices, check_floating, stride_class
-from layerzero.model.op import Call, Op
+from layerzero.model.op import Call
 from layerzero.model.shapes import same
 
 if TYPE_CHECKING:
@@ -58,9 +58,7 @@ def gating(rows: int, inner: int, name: str) -> str:
 
 def _describe(call: Call) -> Context:
     x, up, down, gate, activation, up_bias, gate_bias, down_bias = call.args
-    x, up, down = expect_tensor(x, "x"), expect_tensor(up, "up_weight"), expect_tensor(down, "down_weight")
-    expect_rank(up, "up_weight", (2,))
-    expect_rank(down, "down_weight", (2,))
+    x, up, down = expect_tensor(x, "x"), expect_rank(up, "up_weight", (2,)), expect_rank(down, "down_weight", (2,))
     hidden, inner, out = up.shape[1], down.shape[1], down.shape[0]
     if x.ndim == 0 or x.shape[-1] != hidden:
         raise invalid("SHAPE_INVALID", str(tuple(x.shape)), f"[..., {hidden}]", "x and up_weight disagree")
@@ -90,26 +88,24 @@ def _describe(call: Call) -> Context:
     return simple_context(call, "mlp", x, others, {"rows": rows, "hidden": hidden, "inner": inner, "n": out}, needs)
 
 
-MLP = register(
-    Op(
-        function=mlp,
-        fake=lambda x, up, down, *rest: x.new_empty((*x.shape[:-1], down.shape[0])),
-        plain="layerzero.backends.reference.feed_forward:feed_forward",  # in the dtype of its arguments
-        describe=_describe,
-        reference="layerzero.backends.reference.feed_forward:mlp",
-        cost=Roofline(
-            "element_bytes * (rows * (hidden + n) + inner * (hidden + bias) * (1 + gated + split_gate) "
-            "+ n * (inner + bias))",
-            "2 * rows * inner * (hidden * (1 + gated + split_gate) + n)",
-        ),
-        shapes={"shape": "*rows,hidden","weight": "2*inner,hidden","n": "hidden"},
-        options=("activation",),
-        example="layerzero._ops.examples_rows:mlp",
-        tolerance="gemm",
-        row_wise=(0,),
-        growing=("rows",),
-        autocast=True,
-    )
+MLP = declare(
+    function=mlp,
+    fake=lambda x, up, down, *rest: x.new_empty((*x.shape[:-1], down.shape[0])),
+    plain="layerzero.backends.reference.feed_forward:feed_forward",  # in the dtype of its arguments
+    describe=_describe,
+    reference="layerzero.backends.reference.feed_forward:mlp",
+    cost=Roofline(
+        "element_bytes * (rows * (hidden + n) + inner * (hidden + bias) * (1 + gated + split_gate) "
+        "+ n * (inner + bias))",
+        "2 * rows * inner * (hidden * (1 + gated + split_gate) + n)",
+    ),
+    shapes={"shape": "*rows,hidden","weight": "2*inner,hidden","n": "hidden"},
+    options=("activation",),
+    example="layerzero._ops.examples_rows:mlp",
+    tolerance="gemm",
+    row_wise=(0,),
+    growing=("rows",),
+    autocast=True,
 )  # fmt: skip
 
 
@@ -202,8 +198,7 @@ def _whole(value: Any, name: str, low: int, high: int) -> None:
 
 def _describe_gate(call: Call) -> Context:
     logits, (k, num_groups, top_groups), scoring, renormalize, bias, scale = call.args
-    logits = expect_tensor(logits, "router_logits")
-    expect_rank(logits, "router_logits", (2,))
+    logits = expect_rank(logits, "router_logits", (2,))
     tokens, experts = logits.shape
     if experts == 0:
         raise invalid("SHAPE_INVALID", str(tuple(logits.shape)), "[T, E >= 1]", "there are no experts")
@@ -234,9 +229,7 @@ def _describe_gate(call: Call) -> Context:
 
 def _describe_grouped(call: Call) -> Context:
     x, weights, sizes = call.args
-    x, weights = expect_tensor(x, "x"), expect_tensor(weights, "weights")
-    expect_rank(x, "x", (2,))
-    expect_rank(weights, "weights", (3,))
+    x, weights = expect_rank(x, "x", (2,)), expect_rank(weights, "weights", (3,))
     experts, n, k = weights.shape
     if x.shape[1] != k or not experts:
         raise invalid("SHAPE_INVALID", str(tuple(x.shape)), f"[T, {k}], 1 group or more", "x and weights disagree")
@@ -250,8 +243,7 @@ def _describe_grouped(call: Call) -> Context:
 
 def _describe_moe(call: Call) -> Context:
     x, gate_up, down, shares, ids, activation, expert_offset, *biases, alpha, limit, interleaved = call.args
-    x = expect_tensor(x, "x")
-    expect_rank(x, "x", (2,))
+    x = expect_rank(x, "x", (2,))
     tokens, hidden = x.shape
     experts, rows, width = weight_shape(gate_up, "gate_up", 3)
     *outer, inner = weight_shape(down, "down", 3)
@@ -333,64 +325,58 @@ def _fake_gate(logits: Tensor, k: int, *rest: Any) -> tuple[Tensor, Tensor]:
     return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int64)
 
 
-TOPK_GATE = register(
-    Op(
-        function=topk_gate,
-        fake=_fake_gate,
-        arguments=("logits", "choice", "scoring", "renormalize", "bias", "scale"),
-        input_kinds=("tensor", "object", "text", "flag", "tensor?", "number"),
-        output_kind="tensors",
-        describe=_describe_gate,
-        reference="layerzero.backends.reference.moe:topk_gate",
-        cost=Roofline(
-            "element_bytes * tokens * experts + 4 * choice_bias * experts + 12 * tokens * top_k",
-            "6 * tokens * experts",
-        ),
-        shapes={"shape": "tokens,experts", "top_k": "2", "groups": "1"},
-        options=("top_k",),
-        example="layerzero._ops.examples_rows:gate",
-        keywords=_keywords_gate,
-        growing=("tokens",),
-        canonical=_canonical_gate,
-    )
+TOPK_GATE = declare(
+    function=topk_gate,
+    fake=_fake_gate,
+    arguments=("logits", "choice", "scoring", "renormalize", "bias", "scale"),
+    input_kinds=("tensor", "object", "text", "flag", "tensor?", "number"),
+    output_kind="tensors",
+    describe=_describe_gate,
+    reference="layerzero.backends.reference.moe:topk_gate",
+    cost=Roofline(
+        "element_bytes * tokens * experts + 4 * choice_bias * experts + 12 * tokens * top_k",
+        "6 * tokens * experts",
+    ),
+    shapes={"shape": "tokens,experts", "top_k": "2", "groups": "1"},
+    options=("top_k",),
+    example="layerzero._ops.examples_rows:gate",
+    keywords=_keywords_gate,
+    growing=("tokens",),
+    canonical=_canonical_gate,
 )
 
-GROUPED_GEMM = register(
-    Op(
-        function=grouped_gemm,
-        fake=lambda x, weights, *rest: x.new_empty((x.shape[0], weights.shape[1])),
-        plain="layerzero.backends.torch_native.moe:traced_grouped_gemm",
-        describe=_describe_grouped,
-        reference="layerzero.backends.reference.moe:grouped_gemm",
-        cost=Roofline(
-            "element_bytes * (tokens * (k + n) + experts * n * k) + index_bytes * experts",
-            "2 * tokens * n * k",
-        ),
-        shapes={"shape": "tokens,k", "weight": "experts,n,k"},
-        example="layerzero._ops.examples_rows:grouped_gemm",
-        tolerance="gemm",
-        growing=("tokens",),
-        autocast=True,
-    )
+GROUPED_GEMM = declare(
+    function=grouped_gemm,
+    fake=lambda x, weights, *rest: x.new_empty((x.shape[0], weights.shape[1])),
+    plain="layerzero.backends.torch_native.moe:traced_grouped_gemm",
+    describe=_describe_grouped,
+    reference="layerzero.backends.reference.moe:grouped_gemm",
+    cost=Roofline(
+        "element_bytes * (tokens * (k + n) + experts * n * k) + index_bytes * experts",
+        "2 * tokens * n * k",
+    ),
+    shapes={"shape": "tokens,k", "weight": "experts,n,k"},
+    example="layerzero._ops.examples_rows:grouped_gemm",
+    tolerance="gemm",
+    growing=("tokens",),
+    autocast=True,
 )
 
-MOE = register(
-    Op(
-        function=moe,
-        fake=same,
-        plain="layerzero.backends.torch_native.moe:traced_moe",
-        describe=_describe_moe,
-        reference="layerzero.backends.reference.moe:moe",
-        cost=Roofline(
-            "hidden * (2 * element_bytes * tokens + code_bytes * min(experts, tokens * top_k) * inner * (2 + gated)) "
-            "+ (4 + index_bytes) * tokens * top_k",
-            "2 * tokens * top_k * inner * hidden * (2 + gated)",
-        ),
-        shapes={"shape": "tokens,hidden", "weight": "experts,2*inner,hidden", "top_k": "2"},
-        options=("top_k", "activation", "format", "granularity"),
-        example="layerzero._ops.examples_rows:moe",
-        tolerance="gemm",
-        growing=("tokens",),
-        autocast=True,
-    )
+MOE = declare(
+    function=moe,
+    fake=same,
+    plain="layerzero.backends.torch_native.moe:traced_moe",
+    describe=_describe_moe,
+    reference="layerzero.backends.reference.moe:moe",
+    cost=Roofline(
+        "hidden * (2 * element_bytes * tokens + code_bytes * min(experts, tokens * top_k) * inner * (2 + gated)) "
+        "+ (4 + index_bytes) * tokens * top_k",
+        "2 * tokens * top_k * inner * hidden * (2 + gated)",
+    ),
+    shapes={"shape": "tokens,hidden", "weight": "experts,2*inner,hidden", "top_k": "2"},
+    options=("top_k", "activation", "format", "granularity"),
+    example="layerzero._ops.examples_rows:moe",
+    tolerance="gemm",
+    growing=("tokens",),
+    autocast=True,
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-from layerzero._ops.signature import dispatch, fx_proxy, register
+from layerzero._ops.signature import declare, dispatch, fx_proxy
 from layerzero.dispatch.hot import aside, autocast_key, before_dispatch
 from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import invalid
@@ -127,22 +127,20 @@ def norm_op(function: Callable[..., Any], cost: Roofline, *others: str, optional
                 expect_tensor(item, word)
         return _context(name, call, call.args[0], given)
 
-    return register(
-        Op(
-            function=function,
-            fake=both if added else same,
-            output_kind="tensors" if added else "tensor",
-            describe=describe,
-            reference=f"layerzero.backends.reference.norm:{name}",
-            cost=cost,
-            shapes={"shape": "*rows,hidden"},
-            options=("no_weight", *(word for word in others if word == "bias")),
-            example="layerzero._ops.examples_rows:norm",
-            tolerance="norm",
-            row_wise=(0, 1) if added else (0,),
-            growing=("rows",),
-            fusable=True,
-        )
+    return declare(
+        function=function,
+        fake=both if added else same,
+        output_kind="tensors" if added else "tensor",
+        describe=describe,
+        reference=f"layerzero.backends.reference.norm:{name}",
+        cost=cost,
+        shapes={"shape": "*rows,hidden"},
+        options=("no_weight", *(word for word in others if word == "bias")),
+        example="layerzero._ops.examples_rows:norm",
+        tolerance="norm",
+        row_wise=(0, 1) if added else (0,),
+        growing=("rows",),
+        fusable=True,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from layerzero._ops.bucketed import buckets_of
-from layerzero._ops.signature import keyed, register
+from layerzero._ops.signature import declare, keyed
 from layerzero.dispatch import modes
 from layerzero.dispatch.hot import describe_tensor, mode_key, needs_grad, part
 from layerzero.errors import invalid
@@ -29,10 +29,8 @@ from layerzero.model.describe import (
 )
 from layerzero.model.enums import Causal, Layout
 from layerzero.model.kv_cache import PagedBatch, make_paged_batch
-from layerzero.model.op import Call, Op
+from layerzero.model.op import Call
 from layerzero.model.shapes import with_lse
-
-_grad_enabled = torch.is_grad_enabled
 
 
 def paged_batch(
@@ -175,7 +173,7 @@ def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
     if not (isinstance(query, Tensor) and isinstance(key_cache, Tensor) and isinstance(value_cache, Tensor)):
         return None
     lengths = (batch.max_query_len, batch.max_context_len)
-    grad = _grad_enabled() and (
+    grad = torch.is_grad_enabled() and (
         query.requires_grad
         or key_cache.requires_grad
         or value_cache.requires_grad
@@ -205,7 +203,7 @@ def _describe(call: Call) -> Context:
     query, key_cache, value_cache, batch, scale, window, softcap, slopes, return_lse, layout, *last = args
     sinks, is_causal, k_scale, v_scale = last
     for name, item, rank in (("query", query, 3), ("key_cache", key_cache, 4), ("value_cache", value_cache, 4)):
-        expect_rank(expect_tensor(item, name), name, (rank,))
+        expect_rank(item, name, (rank,))
     if slopes is not None:
         expect_tensor(slopes, "alibi_slopes")
     scales = {"k_scale": k_scale, "v_scale": v_scale}
@@ -298,46 +296,44 @@ def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(told[name] for name in PAGED_ATTENTION.arguments)
 
 
-PAGED_ATTENTION = register(
-    Op(
-        function=paged_attention,
-        fake=lambda query, key, value, *rest: with_lse(query.new_empty((*query.shape[:2], value.shape[-1])), rest[-1]),
-        arguments=(
-            "query",
-            "key_cache",
-            "value_cache",
-            "batch",
-            "scale",
-            "window",
-            "softcap",
-            "alibi_slopes",
-            "return_lse",
-            "layout",
-            "sinks",
-            "is_causal",
-            "k_scale",
-            "v_scale",
-        ),
-        trailing=4,
-        describe=_describe,
-        reference="layerzero.backends.reference.paged:paged_attention",
-        cost=Roofline(
-            "(head_dim + head_dim_v) * (element_bytes * tokens * num_heads "
-            "+ cache_bytes * batch * seq_len_k * num_kv_heads) "
-            "+ index_bytes * batch * (2 + ceil(seq_len_k / page_size))",
-            "2 * tokens * num_heads * keys_seen * (head_dim + head_dim_v)",
-        ),
-        shapes={
-            "q": "tokens,num_heads,head_dim",
-            "k": "num_blocks,page_size,num_kv_heads,head_dim",
-            "batch": "max(1, tokens)",
-            "seq_len_q": "1",
-            "seq_len_k": "max(1, num_blocks // batch) * page_size",
-        },
-        options=("layout", "context", "window", "softcap", "lse", "alibi", "sinks"),
-        example="layerzero._ops.examples_attention:paged",
-        tolerance="attention",
-        growing=("seq_len_q", "seq_len_k"),
-        canonical=_canonical,
-    )
+PAGED_ATTENTION = declare(
+    function=paged_attention,
+    fake=lambda query, key, value, *rest: with_lse(query.new_empty((*query.shape[:2], value.shape[-1])), rest[-1]),
+    arguments=(
+        "query",
+        "key_cache",
+        "value_cache",
+        "batch",
+        "scale",
+        "window",
+        "softcap",
+        "alibi_slopes",
+        "return_lse",
+        "layout",
+        "sinks",
+        "is_causal",
+        "k_scale",
+        "v_scale",
+    ),
+    trailing=4,
+    describe=_describe,
+    reference="layerzero.backends.reference.varlen:paged_attention",
+    cost=Roofline(
+        "(head_dim + head_dim_v) * (element_bytes * tokens * num_heads "
+        "+ cache_bytes * batch * seq_len_k * num_kv_heads) "
+        "+ index_bytes * batch * (2 + ceil(seq_len_k / page_size))",
+        "2 * tokens * num_heads * keys_seen * (head_dim + head_dim_v)",
+    ),
+    shapes={
+        "q": "tokens,num_heads,head_dim",
+        "k": "num_blocks,page_size,num_kv_heads,head_dim",
+        "batch": "max(1, tokens)",
+        "seq_len_q": "1",
+        "seq_len_k": "max(1, num_blocks // batch) * page_size",
+    },
+    options=("layout", "context", "window", "softcap", "lse", "alibi", "sinks"),
+    example="layerzero._ops.examples_attention:paged",
+    tolerance="attention",
+    growing=("seq_len_q", "seq_len_k"),
+    canonical=_canonical,
 )

@@ -7,7 +7,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from layerzero._ops.signature import dispatch, expect_below, register
+from layerzero._ops.signature import declare, dispatch, expect_below
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import twice_in_place
 from layerzero.errors import invalid
@@ -17,7 +17,7 @@ from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.describe import check_devices, check_floating, dtype_name, parse_layout
 from layerzero.model.enums import Layout
-from layerzero.model.op import Call, Op
+from layerzero.model.op import Call
 from layerzero.model.shapes import overlapping, turned
 
 
@@ -81,8 +81,7 @@ def rotary_context(
     inplace: bool = False,
 ) -> Context:
     """The Context of an op that turns q and k by position; what does not fit together is refused."""
-    q, cos, sin = expect_tensor(q, "q"), expect_tensor(cos, "cos"), expect_tensor(sin, "sin")
-    expect_rank(q, "q", (4,))
+    q, cos, sin = expect_rank(q, "q", (4,)), expect_tensor(cos, "cos"), expect_tensor(sin, "sin")
     for name, item in (("k", k), ("position_ids", position_ids)):
         if item is not None:
             expect_tensor(item, name)
@@ -94,7 +93,7 @@ def rotary_context(
     heads_axis, seq_axis = (1, 2) if order is Layout.BHSD else (2, 1)
     batch, dim, seq = q.shape[0], q.shape[3], q.shape[seq_axis]
     if k is not None:
-        expect_rank(expect_tensor(k, "k"), "k", (4,))
+        expect_rank(k, "k", (4,))
         if k.shape[3] != dim or k.shape[seq_axis] != seq or k.shape[0] != batch:
             raise invalid("SHAPE_INVALID", str(tuple(k.shape)), str(tuple(q.shape)), "q and k disagree")
     batched = cos.ndim == 3
@@ -144,31 +143,29 @@ def _check_positions(position_ids: Tensor, batch: int, seq: int, rows: int) -> N
     expect_below(position_ids, "position_ids", rows, code="SEQ_LEN_TOO_LONG")
 
 
-ROPE = register(
-    Op(
-        function=rope,
-        fake=turned,
-        plain="layerzero.backends.reference.positional:rope_halves",
-        lowered={"k": "may be absent"},
-        keeps_order=True,
-        output_kind="tensors",
-        describe=lambda call: rotary_context("rope", call, *call.args),
-        reference="layerzero.backends.reference.positional:rope",
-        cost=Roofline(
-            "2 * element_bytes * batch * seq_len_q * head_dim * (num_heads + num_kv_heads * (1 - no_key)) "
-            "+ 4 * seq_len_q * rotary_dim",
-            "3 * batch * seq_len_q * rotary_dim * (num_heads + num_kv_heads * (1 - no_key))",
-        ),
-        shapes={
-            "q": "batch,num_heads,seq_len_q,head_dim",
-            "k": "batch,num_kv_heads,seq_len_q,head_dim",
-            "rotary_dim": "head_dim",
-        },
-        options=("layout", "interleaved", "rotary_dim"),
-        example="layerzero._ops.examples_rows:rotary",
-        tolerance="positional",
-        growing=("seq_len_q",),
-        fusable=True,
-        mutates=lambda args: bool(args[7]),
-    )
+ROPE = declare(
+    function=rope,
+    fake=turned,
+    plain="layerzero.backends.reference.positional:rope_halves",
+    lowered={"k": "may be absent"},
+    keeps_order=True,
+    output_kind="tensors",
+    describe=lambda call: rotary_context("rope", call, *call.args),
+    reference="layerzero.backends.reference.positional:rope",
+    cost=Roofline(
+        "2 * element_bytes * batch * seq_len_q * head_dim * (num_heads + num_kv_heads * (1 - no_key)) "
+        "+ 4 * seq_len_q * rotary_dim",
+        "3 * batch * seq_len_q * rotary_dim * (num_heads + num_kv_heads * (1 - no_key))",
+    ),
+    shapes={
+        "q": "batch,num_heads,seq_len_q,head_dim",
+        "k": "batch,num_kv_heads,seq_len_q,head_dim",
+        "rotary_dim": "head_dim",
+    },
+    options=("layout", "interleaved", "rotary_dim"),
+    example="layerzero._ops.examples_rows:rotary",
+    tolerance="positional",
+    growing=("seq_len_q",),
+    fusable=True,
+    mutates=lambda args: bool(args[7]),
 )

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from layerzero._ops.signature import dispatch, register
+from layerzero._ops.signature import declare, dispatch
 from layerzero.errors import invalid
 from layerzero.model.checks import context_of, expect_tensor, simple_context
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
-from layerzero.model.op import Call, Op
+from layerzero.model.op import Call
 
 if TYPE_CHECKING:
     from layerzero.model.quant import QuantizedTensor, QuantScheme
@@ -114,37 +114,33 @@ def _fake(x: Tensor, fmt: str, granularity: str, block_size: int | None, symmetr
     return parts + ([x.new_empty((), dtype=torch.float32)] if traits.tensor_scale else [])
 
 
-QUANTIZE = register(
-    Op(
-        function=quantize,
-        fake=_fake,
-        lowered={"symmetric": "negated"},
-        arguments=("x", "scheme"),
-        output_kind="quantized",
-        describe=_describe_quantize,
-        reference="layerzero.backends.reference.quantize:quantize",
-        cost=Roofline("rows * hidden * (element_bytes + code_bytes)", "3 * rows * hidden"),
-        shapes={"shape": "*rows,hidden"},
-        options=("format", "granularity"),
-        example="layerzero._ops.examples_rows:quantize",
-        keywords=_keywords,
-        growing=("rows",),
-        canonical=lambda given: (
-            given["x"],
-            _scheme(given["fmt"], given["granularity"], given["block_size"], given["symmetric"]),
-        ),
-    )
+QUANTIZE = declare(
+    function=quantize,
+    fake=_fake,
+    lowered={"symmetric": "negated"},
+    arguments=("x", "scheme"),
+    output_kind="quantized",
+    describe=_describe_quantize,
+    reference="layerzero.backends.reference.quantize:quantize",
+    cost=Roofline("rows * hidden * (element_bytes + code_bytes)", "3 * rows * hidden"),
+    shapes={"shape": "*rows,hidden"},
+    options=("format", "granularity"),
+    example="layerzero._ops.examples_rows:quantize",
+    keywords=_keywords,
+    growing=("rows",),
+    canonical=lambda given: (
+        given["x"],
+        _scheme(given["fmt"], given["granularity"], given["block_size"], given["symmetric"]),
+    ),
 )
-DEQUANTIZE = register(
-    Op(
-        function=dequantize,
-        fake=lambda qt, dtype: qt.data.new_empty(qt.shape, dtype=dtype or qt.dtype),
-        describe=_describe_dequantize,
-        reference="layerzero.backends.reference.quantize:dequantize",
-        cost=Roofline("rows * hidden * (element_bytes + code_bytes)", "2 * rows * hidden"),
-        shapes={"shape": "*rows,hidden"},
-        options=("format", "granularity"),
-        example="layerzero._ops.examples_rows:dequantize",
-        growing=("rows",),
-    )
+DEQUANTIZE = declare(
+    function=dequantize,
+    fake=lambda qt, dtype: qt.data.new_empty(qt.shape, dtype=dtype or qt.dtype),
+    describe=_describe_dequantize,
+    reference="layerzero.backends.reference.quantize:dequantize",
+    cost=Roofline("rows * hidden * (element_bytes + code_bytes)", "2 * rows * hidden"),
+    shapes={"shape": "*rows,hidden"},
+    options=("format", "granularity"),
+    example="layerzero._ops.examples_rows:dequantize",
+    growing=("rows",),
 )

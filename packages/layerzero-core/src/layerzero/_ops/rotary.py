@@ -8,10 +8,10 @@ from typing import overload
 from torch import Tensor
 
 from layerzero._ops.positional import ROPE, rotary_context
-from layerzero._ops.signature import dispatch, register
+from layerzero._ops.signature import declare, dispatch
 from layerzero.errors import invalid
 from layerzero.model.context import Context
-from layerzero.model.op import Call, Op
+from layerzero.model.op import Call
 from layerzero.model.shapes import turned
 
 
@@ -67,21 +67,19 @@ def _describe(call: Call) -> Context:
     return rotary_context("xpos", call, *call.args[:7])
 
 
-XPOS = register(
-    Op(
-        function=xpos,
-        fake=turned,
-        lowered={"k": "may be absent"},
-        keeps_order=True,
-        output_kind="tensors",
-        describe=_describe,
-        reference="layerzero.backends.reference.positional:xpos",
-        cost=ROPE.cost,
-        shapes=ROPE.shapes,
-        options=ROPE.options,
-        example="layerzero._ops.examples_rows:rotary",
-        tolerance="positional",
-        growing=("seq_len_q",),
-        fusable=True,
-    )
+XPOS = declare(
+    function=xpos,
+    fake=turned,
+    lowered={"k": "may be absent"},
+    keeps_order=True,
+    output_kind="tensors",
+    describe=_describe,
+    reference="layerzero.backends.reference.positional:xpos",
+    cost=ROPE.cost,
+    shapes=ROPE.shapes,
+    options=ROPE.options,
+    example="layerzero._ops.examples_rows:rotary",
+    tolerance="positional",
+    growing=("seq_len_q",),
+    fusable=True,
 )  # fmt: skip

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero._ops.signature import dispatch, register
+from layerzero._ops.signature import declare, dispatch
 from layerzero.dispatch import modes
 from layerzero.errors import invalid
-from layerzero.model.checks import expect_rank, expect_tensor, simple_context
+from layerzero.model.checks import expect_rank, simple_context
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.enums import OpKind
@@ -97,19 +97,15 @@ def check_param(value: Any, name: str) -> None:
     if fits and low <= value <= high and value != math.inf:
         return  # nearly every call
     if isinstance(value, Tensor):
-        _check_rows(value, name, low, high)
+        if not modes.plain((value,)) or not value.is_cpu:
+            return  # on a device looking would mean waiting: there they are the caller's to keep in range
+        wrong = ~((value >= low) & (value <= high))  # NaN is in no range
+        if wrong.any():
+            found = value[wrong].flatten()[0].item()
+            raise invalid("VALUE_INVALID", str(found), f"numbers in [{low}, {high}]", f"{name} holds {found}")
         return
     limit = f"{'an integer' if whole else 'a number'} in [{low}, {high}]"
     raise invalid("VALUE_INVALID", str(value), limit, f"{name} is {value}")
-
-
-def _check_rows(values: Tensor, name: str, low: float, high: float) -> None:
-    if not modes.plain((values,)) or not values.is_cpu:
-        return  # on a device looking would mean waiting: there they are the caller's to keep in range
-    wrong = ~((values >= low) & (values <= high))  # NaN is in no range
-    if wrong.any():
-        found = values[wrong].flatten()[0].item()
-        raise invalid("VALUE_INVALID", str(found), f"numbers in [{low}, {high}]", f"{name} holds {found}")
 
 
 def check_generator(generator: Any, logits: Tensor) -> None:
@@ -134,22 +130,16 @@ _RANGES = {
 }
 
 
-def _check_values(names: tuple[str, ...], args: tuple[Any, ...]) -> None:
-    """What the public function checks at each call, for plans and for calls whose kernel raised."""
-    for name, value in zip(names, args, strict=True):
-        if name in _RANGES and (value is not None or name not in ("top_k", "top_p", "min_p")):
-            check_param(value, name)
-
-
 def _describer(op: str, names: tuple[str, ...]) -> Callable[[Call], Context]:
     def describe(call: Call) -> Context:
-        logits = expect_tensor(call.args[0], "logits")
-        expect_rank(logits, "logits", (2,))
+        logits = expect_rank(call.args[0], "logits", (2,))
         batch, vocab = logits.shape
         if vocab == 0:
             raise invalid("SHAPE_INVALID", str(tuple(logits.shape)), "[B, V >= 1]", "logits have no vocabulary")
         check_generator(call.args[-1], logits)
-        _check_values(names, call.args)
+        for name, value in zip(names, call.args, strict=True):  # for plans and for calls whose kernel raised
+            if name in _RANGES and (value is not None or name not in ("top_k", "top_p", "min_p")):
+                check_param(value, name)
         params = {f"argument {i}": item for i, item in enumerate(call.args[1:], 1) if isinstance(item, Tensor)}
         for name, item in params.items():
             if tuple(item.shape) != (batch,):
@@ -173,23 +163,21 @@ def _describer(op: str, names: tuple[str, ...]) -> Callable[[Call], Context]:
 
 def _op(function: Callable[..., Tensor]) -> Op:
     name = function.__name__
-    return register(
-        Op(
-            function=function,
-            fake=ids,
-            op_kind=OpKind.SAMPLING,
-            output_kind="ids",
-            describe=_describer(name, tuple(item for item in parameters(function) if item != "backend")),
-            reference=f"layerzero.backends.reference.sampling:{name}",
-            cost=Roofline("(element_bytes * vocab + 8) * batch", "5 * batch * vocab"),
-            shapes={"shape": "batch,vocab"},
-            options=tuple(
-                option for option in ("top_k", "top_p") if name in ("sample", option.replace("top_", "sample_top"))
-            ),
-            example="layerzero._ops.examples_rows:sampling",
-            tolerance="exact",
-            random=lambda args: True,
-        )
+    return declare(
+        function=function,
+        fake=ids,
+        op_kind=OpKind.SAMPLING,
+        output_kind="ids",
+        describe=_describer(name, tuple(item for item in parameters(function) if item != "backend")),
+        reference=f"layerzero.backends.reference.sampling:{name}",
+        cost=Roofline("(element_bytes * vocab + 8) * batch", "5 * batch * vocab"),
+        shapes={"shape": "batch,vocab"},
+        options=tuple(
+            option for option in ("top_k", "top_p") if name in ("sample", option.replace("top_", "sample_top"))
+        ),
+        example="layerzero._ops.examples_rows:sampling",
+        tolerance="exact",
+        random=lambda args: True,
     )
 
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from layerzero._ops.sampling import Number, check_filters, check_param
-from layerzero._ops.signature import dispatch, register
+from layerzero._ops.signature import declare, dispatch
 from layerzero.errors import invalid
-from layerzero.model.checks import expect_rank, expect_shape, expect_tensor, expect_vocabulary, simple_context
+from layerzero.model.checks import expect_rank, expect_shape, expect_vocabulary, simple_context
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
-from layerzero.model.op import Call, Op
+from layerzero.model.op import Call
 
 
 def sampling_probs(
@@ -57,8 +57,7 @@ def _rows(logits: Any, *params: Any) -> tuple[Any, ...]:
 
 
 def _describe_probs(call: Call) -> Context:
-    logits = expect_tensor(call.args[0], "logits")
-    expect_rank(logits, "logits", (2,))
+    logits = expect_rank(call.args[0], "logits", (2,))
     rows, vocab = logits.shape
     expect_vocabulary(logits, "logits")
     names = ("top_k", "top_p", "min_p", "temperature")
@@ -76,18 +75,16 @@ def _fake_probs(logits: Tensor, *rest: Any) -> Tensor:
     return logits.new_empty(logits.shape, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
 
 
-SAMPLING_PROBS = register(
-    Op(
-        function=sampling_probs,
-        fake=_fake_probs,
-        plain="layerzero.backends.reference.sampling:probs_of_rows",
-        describe=_describe_probs,
-        reference="layerzero.backends.reference.sampling:sampling_probs",
-        cost=Roofline("2 * element_bytes * batch * vocab", "5 * batch * vocab"),
-        shapes={"shape": "batch,vocab"},
-        options=("top_k", "top_p"),
-        example="layerzero._ops.examples_rows:sampling",
-        row_wise=(0,),
-        canonical=lambda a: _rows(a["logits"], a["top_k"], a["top_p"], a["min_p"], a["temperature"]),
-    )
+SAMPLING_PROBS = declare(
+    function=sampling_probs,
+    fake=_fake_probs,
+    plain="layerzero.backends.reference.sampling:probs_of_rows",
+    describe=_describe_probs,
+    reference="layerzero.backends.reference.sampling:sampling_probs",
+    cost=Roofline("2 * element_bytes * batch * vocab", "5 * batch * vocab"),
+    shapes={"shape": "batch,vocab"},
+    options=("top_k", "top_p"),
+    example="layerzero._ops.examples_rows:sampling",
+    row_wise=(0,),
+    canonical=lambda a: _rows(a["logits"], a["top_k"], a["top_p"], a["min_p"], a["temperature"]),
 )

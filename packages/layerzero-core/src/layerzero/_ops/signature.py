@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from layerzero.runtime.late_ops import LATE_OPS
 from layerzero.torch_ops import adopt
 from layerzero.torch_ops.functions import functions
 
+P = ParamSpec("P")
+
 _scope = scope.get
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
@@ -37,12 +39,19 @@ PUBLIC = builtin_ops
 OP_TABLES.append(PUBLIC)
 
 
-def register(op: Op) -> Op:
-    """Make an op of the core known: to the runtime, to explain and to plan; one that comes late with its C form."""
-    PUBLIC[op.op_id] = op
-    if op.op_id in LATE_OPS and "layerzero.dispatch.accel" in sys.modules:
-        _accelerate(op)
-    return op
+def _declared(make: Callable[P, Op]) -> Callable[P, Op]:
+    def declare(*args: P.args, **fields: P.kwargs) -> Op:
+        op = make(*args, **fields)
+        PUBLIC[op.op_id] = op
+        if op.op_id in LATE_OPS and "layerzero.dispatch.accel" in sys.modules:
+            _accelerate(op)
+        return op
+
+    return declare
+
+
+# An op of the core, known to the runtime, to explain and to plan from here on; one that comes late with its C form.
+declare = _declared(Op)
 
 
 def _accelerate(op: Op) -> None:
@@ -133,11 +142,11 @@ Key = Callable[[Any, tuple[Any, ...], str | None], Any]
 def keyed(op: Op, key_of: Key, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
     """Hot lookup with a key of the op's own: `key_of(world, args, backend)`, None for a call without one."""
     if watched() or traced():
-        return seen(op, args, layout, backend, functools.partial(_looked_up, op, key_of, args, layout, backend))
-    return _looked_up(op, key_of, args, layout, backend)
+        return seen(op, args, layout, backend, functools.partial(looked_up, op, key_of, args, layout, backend))
+    return looked_up(op, key_of, args, layout, backend)
 
 
-def _looked_up(op: Op, key_of: Key, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
+def looked_up(op: Op, key_of: Key, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:
     """The kernel that is hot for this call, or the cold path."""
     world = current_world()
     try:
@@ -198,7 +207,6 @@ def {name}({declared}):
 
 
 def _source(op: Op) -> str:
-    """The source of the public function."""
     name, kinds = op.op_id, dict(zip(op.arguments, op.input_kinds, strict=True))
     placed = {p.name for p in op.signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD}
     again = ", ".join(argument if argument in placed else f"{argument}={argument}" for argument in op.arguments)

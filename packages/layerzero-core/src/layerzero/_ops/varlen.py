@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from layerzero._ops.bucketed import buckets_of
-from layerzero._ops.signature import keyed, register
+from layerzero._ops.signature import declare, keyed
 from layerzero.dispatch import modes
 from layerzero.dispatch.hot import describe_tensor, mode_key, needs_grad, part
 from layerzero.errors import invalid
@@ -30,10 +30,9 @@ from layerzero.model.describe import (
     parse_window,
 )
 from layerzero.model.enums import Causal
-from layerzero.model.op import Call, Op
+from layerzero.model.op import Call
 from layerzero.model.shapes import with_lse
 
-_grad_enabled = torch.is_grad_enabled
 _PLAIN = (Tensor, Parameter)
 _GROWING = ("batch", "tokens", "tokens_k", "seq_len_q", "seq_len_k")
 
@@ -169,7 +168,7 @@ def _key(equal: bool, world: Any, args: tuple[Any, ...], backend: str | None) ->
     if max_q is None or max_k is None:
         return None
     sizes = (cu_q.shape[0] - 1, query.shape[0], key.shape[0], max_q, max_k)
-    grad = _grad_enabled() and (
+    grad = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or any(map(needs_grad, (slopes, *last)))
     )
     return (
@@ -199,7 +198,7 @@ def _describe(call: Call) -> Context:
     for name, item, rank in (
         ("query", query, 3), ("key", key, 3), ("value", value, 3), ("cu_seqlens_q", cu_q, 1), ("cu_seqlens_k", cu_k, 1),
     ):  # fmt: skip
-        expect_rank(expect_tensor(item, name), name, (rank,))
+        expect_rank(item, name, (rank,))
     if slopes is not None:
         expect_tensor(slopes, "alibi_slopes")
     check_devices(
@@ -277,40 +276,34 @@ def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(told[name] for name in VARLEN_ATTENTION.arguments)
 
 
-VARLEN_ATTENTION = register(
-    Op(
-        function=varlen_attention,
-        fake=lambda query, key, value, *rest: with_lse(query.new_empty((*query.shape[:2], value.shape[2])), rest[-1]),
-        plain="layerzero.backends.reference.varlen:varlen_masked",
-        input_kinds=(
-                "tensor", "tensor", "tensor", "tensor", "tensor", "number", "number", "flag", "number", "object",
-                "number", "tensor?", "flag", "tensor?",
-            ),
-        arguments=(
-                "query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "is_causal",
-                "scale", "window", "softcap", "alibi_slopes", "return_lse", "sinks",
-            ),
-        trailing=1,
-        describe=_describe,
-        reference="layerzero.backends.reference.varlen:varlen_attention",
-        cost=Roofline(
-            "element_bytes * (head_dim + head_dim_v) * (tokens * num_heads + tokens_k * num_kv_heads) "
-            "+ 2 * index_bytes * (batch + 1)",
-            "2 * tokens * num_heads * min(keys_seen, tokens_k / batch) * (head_dim + head_dim_v)",
-        ),
-        shapes={
-            "q": "tokens,num_heads,head_dim",
-            "k": "tokens_k,num_kv_heads,head_dim",
-            "v": "tokens_k,num_kv_heads,head_dim_v",
-            "seq_len_k": "tokens_k",
-            "seq_len_q": "min(seq_len_k, tokens)",
-            "batch": "max(1, ceil(tokens_k / seq_len_k))",
-        },
-        options=("context", "causal", "window", "softcap", "lse", "alibi", "sinks",),
-        example="layerzero._ops.examples_attention:varlen",
-        tolerance="attention",
-        growing=_GROWING,
-        autocast=True,
-        canonical=_canonical,
-    )
+VARLEN_ATTENTION = declare(
+    function=varlen_attention,
+    fake=lambda query, key, value, *rest: with_lse(query.new_empty((*query.shape[:2], value.shape[2])), rest[-1]),
+    plain="layerzero.backends.reference.varlen:varlen_masked",
+    arguments=(
+        "query", "key", "value", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "is_causal",
+        "scale", "window", "softcap", "alibi_slopes", "return_lse", "sinks",
+    ),
+    trailing=1,
+    describe=_describe,
+    reference="layerzero.backends.reference.varlen:varlen_attention",
+    cost=Roofline(
+        "element_bytes * (head_dim + head_dim_v) * (tokens * num_heads + tokens_k * num_kv_heads) "
+        "+ 2 * index_bytes * (batch + 1)",
+        "2 * tokens * num_heads * min(keys_seen, tokens_k / batch) * (head_dim + head_dim_v)",
+    ),
+    shapes={
+        "q": "tokens,num_heads,head_dim",
+        "k": "tokens_k,num_kv_heads,head_dim",
+        "v": "tokens_k,num_kv_heads,head_dim_v",
+        "seq_len_k": "tokens_k",
+        "seq_len_q": "min(seq_len_k, tokens)",
+        "batch": "max(1, ceil(tokens_k / seq_len_k))",
+    },
+    options=("context", "causal", "window", "softcap", "lse", "alibi", "sinks",),
+    example="layerzero._ops.examples_attention:varlen",
+    tolerance="attention",
+    growing=_GROWING,
+    autocast=True,
+    canonical=_canonical,
 )  # fmt: skip

@@ -18,7 +18,6 @@ from layerzero.distributed.channel import Channel, RankStore
 from layerzero.distributed.choice import RankChoices, call_key
 from layerzero.distributed.facts import Facts, Findings, digest, judge, least_of
 from layerzero.errors import DistributedError, InvalidInputError, LayerZeroWarning
-from layerzero.model.device import DeviceSpec
 from layerzero.reasons import reason
 from layerzero.runtime.state import state
 from layerzero.selection.world import World
@@ -30,9 +29,9 @@ _generations: dict[tuple[int, ...], itertools.count[int]] = {}
 _connections: dict[str, Any] = {}
 
 
-def facts_of(rank: int, world: World, device: DeviceSpec | None = None) -> Facts:
+def facts_of(rank: int, world: World) -> Facts:
     """What this process says of itself."""
-    spec = probe_device() if device is None else device
+    spec = probe_device()
     kernels = kernels_of(world)
     return Facts(
         rank=rank,
@@ -128,7 +127,6 @@ class Agreement:
 
     @property
     def leader(self) -> int:
-        """The rank that chooses for this one."""
         return self.group[0]
 
     @property

@@ -23,26 +23,17 @@ _FIRST_S, _LONGEST_S = 0.0005, 0.05
 
 
 class RankStore(Protocol):
-    """What is used of `torch.distributed.Store`."""
+    """What is used of `torch.distributed.Store`.
 
-    def set(self, key: str, value: str) -> None:
-        """Write."""
+    `get` waits where there is nothing; `check` says whether all keys are there; `compare_set` writes if nothing
+    (expected "") is there, and returns what is there then.
+    """
 
-    def get(self, key: str) -> bytes:
-        """Read; waits where there is nothing."""
-        ...
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all of them are there."""
-        ...
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write if nothing (expected "") is there; returns what is there then."""
-        ...
-
-    def delete_key(self, key: str) -> bool:
-        """Remove."""
-        ...
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+    def delete_key(self, key: str) -> bool: ...
 
 
 @dataclass
@@ -65,7 +56,6 @@ class Channel:
 
     @property
     def leader(self) -> int:
-        """The rank that speaks first."""
         return self.members[0]
 
     def gather(self, what: str, mine: Any) -> dict[int, Any]:
@@ -120,7 +110,10 @@ class Channel:
             here, missing, asked if mixed else {}, {rank: value for rank, (_, value) in said.items()} if clean else {}
         )
         if clean and not verdict["missing"] and self.round > 1:
-            self._sweep(self.round - 1)  # everybody has begun this round, so everybody has read the last one's verdict
+            # Everybody has begun this round, so everybody has read the last one's verdict.
+            last = f"{self.name}/{self.round - 1}"
+            for key in (f"{last}/verdict", *(f"{last}/said/{rank}" for rank in self.members)):
+                self.store.delete_key(key)
         return verdict
 
     def _follow(self, here: str) -> dict[str, Any]:
@@ -134,11 +127,6 @@ class Channel:
         text = json.dumps({"missing": missing, "asked": asked, "said": said})
         found: dict[str, Any] = json.loads(self.store.compare_set(f"{here}/verdict", "", text))
         return found
-
-    def _sweep(self, number: int) -> None:
-        here = f"{self.name}/{number}"
-        for key in (f"{here}/verdict", *(f"{here}/said/{rank}" for rank in self.members)):
-            self.store.delete_key(key)
 
 
 def await_keys(store: RankStore, keys: list[str], seconds: float) -> bool:

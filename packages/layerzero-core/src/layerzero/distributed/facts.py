@@ -68,7 +68,6 @@ class Findings:
     free_memory: Mapping[int, int | None] = field(default_factory=dict)
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """The group a rank belongs to."""
         return next(group for group in self.groups if rank in group)
 
     @property

@@ -25,12 +25,6 @@ from layerzero.reasons import Reason, ReasonCode, reason
 from layerzero.runtime.current import collector_paused
 
 
-def new_stream(device: torch.device) -> Any:
-    """A stream that is not the default one: on that no capture can begin."""
-    make: Any = torch.cuda.Stream
-    return make(device)
-
-
 def initialise(stream: Any) -> tuple[str, ...]:
     """Make the handles and workspaces of cuBLAS, cuBLASLt and cuDNN exist for this stream; their names.
 
@@ -51,11 +45,6 @@ def initialise(stream: Any) -> tuple[str, ...]:
             found.append("cudnn")
     stream.synchronize()
     return tuple(found)
-
-
-def reserved(device: torch.device) -> int:
-    """Bytes that torch holds of the device's memory."""
-    return int(torch.cuda.memory_reserved(device))
 
 
 def capture_on(stream: Any, run: Callable[[], Any], pool: Any) -> tuple[Any, Any]:
@@ -184,7 +173,6 @@ class GraphedCall:
         return self._run()
 
     def replay(self) -> Any:
-        """Replay on the inputs as they are."""
         self._follow()
         return self._run()
 
@@ -202,7 +190,6 @@ class GraphedCall:
 
     @property
     def kernels(self) -> tuple[tuple[str, str], ...]:
-        """(op, kernel id) of each LayerZero call in the graph."""
         return self.report.kernels
 
     @property
@@ -226,7 +213,8 @@ def capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     """
     device = _device(args, kwargs)
     inputs = Inputs(args, kwargs)
-    stream = new_stream(device) if how.stream is None else how.stream
+    make: Any = torch.cuda.Stream
+    stream = make(device) if how.stream is None else how.stream
     if stream == torch.cuda.default_stream(device):
         told = "the default stream cannot be captured"
         raise CudaGraphUnsafeError(code="GRAPH_CAPTURE_FAILED", value=told, hint="pass another stream, or none")
@@ -243,15 +231,12 @@ def capture(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             except CudaGraphUnsafeError as error:
                 if not refused:
                     raise
-                raise _with(error, refused) from error
+                lines = "".join(f"\n  {kernel_id}: {why}" for kernel_id, why in refused.items())
+                reasons = (*error.reasons, *refused.values())
+                raise CudaGraphUnsafeError(f"{error}{lines}", reasons=reasons) from error
     torch.cuda.current_stream(device).wait_stream(stream)
     made.report = replace(made.report, initialised=ready, refused=dict(refused))
     return made
-
-
-def _with(error: CudaGraphUnsafeError, refused: dict[str, Reason]) -> CudaGraphUnsafeError:
-    lines = "".join(f"\n  {kernel_id}: {why}" for kernel_id, why in refused.items())
-    return CudaGraphUnsafeError(f"{error}{lines}", reasons=(*error.reasons, *refused.values()))
 
 
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
@@ -287,9 +272,10 @@ def _attempt(
             # Kept until the real one stands: with it the pool keeps its memory; not its outputs, whose place is needed.
             dummy = _captured(run, watch, seen, stream, pool, how)[0]
             watch.take()
-        before = reserved(inputs.tensors[0].device)
+        device = inputs.tensors[0].device
+        before = torch.cuda.memory_reserved(device)
         graph, out = _captured(run, watch, seen, stream, pool, how)
-        grown = reserved(inputs.tensors[0].device) - before
+        grown = torch.cuda.memory_reserved(device) - before
         if how.strict and grown > how.memory_limit:
             raise CudaGraphUnsafeError(code="GRAPH_MEMORY_GROWS", value=grown, limit=how.memory_limit)
         kernels = tuple((item.context.op, item.bound.kernel_id) for item in watch.take())

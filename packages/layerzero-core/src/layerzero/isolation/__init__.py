@@ -1,8 +1,7 @@
 """Kernels in a process of their own: for backends that cannot live in this one, or should not.
 
-    proxy      what binding gives for an isolated kernel: a callable like any adapter
-    worker     one child for one backend: starts it, asks it, restarts it after a delay
-               and talks to it in frames over a socket, with a deadline, watching the process as well
+    worker     what binding gives for an isolated kernel: a callable like any adapter. One child for one backend: starts
+               it, asks it in frames over a socket, each with a deadline, restarts it after a delay
     process    the child as an operating system process: spawn, wait, end it, collect it
     wire       the frame, and arguments and results as data in it; no pickle anywhere
     arena      shared host memory, and the parent's arenas;  device_arena: GPU memory over CUDA IPC

@@ -1,4 +1,4 @@
-"""The other side: `python -m layerzero.isolation.child SOCKET ARENA LIFELINE`.
+"""The other side: `python -m layerzero.isolation.child SOCKET ARENA LIFELINE ENCLOSURE`.
 
 Imports the adapters it is asked for, runs them on tensors in the arenas, and answers every frame with one frame.
 Started only by `layerzero.isolation.process`. What a vendor prints goes to the log of the parent.
@@ -7,6 +7,7 @@ Started only by `layerzero.isolation.process`. What a vendor prints goes to the 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -56,6 +57,7 @@ class Child:
 
     def __init__(self, channel: socket.socket, arena_handle: int) -> None:
         self._socket = channel
+        self._stream = channel.makefile("rb")
         self._handle = arena_handle
         self._host = Arena(arena_handle, os.fstat(arena_handle).st_size)
         self._devices: dict[str, OpenedArena] = {}
@@ -152,21 +154,12 @@ class Child:
         self._socket.sendall(data)
 
     def _next(self) -> Frame | None:
-        first = self._exactly(HEADER_BYTES)
-        if first is None:
+        first = self._stream.read(HEADER_BYTES)
+        if len(first) < HEADER_BYTES:
             return None
         known = head(first)
-        data = self._exactly(known.length)
-        return None if data is None else decode(known, data)
-
-    def _exactly(self, count: int) -> bytes | None:
-        parts = bytearray()
-        while len(parts) < count:
-            got = self._socket.recv(count - len(parts))
-            if not got:
-                return None
-            parts += got
-        return bytes(parts)
+        data = self._stream.read(known.length)
+        return decode(known, data) if len(data) == known.length else None
 
 
 def _described(error: BaseException) -> dict[str, Any]:
@@ -200,10 +193,7 @@ def main(argv: list[str]) -> int:
     socket_handle, arena_handle, lifeline = (int(item) for item in argv[:3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(lifeline,), name="lifeline", daemon=True).start()
-    if len(argv) > 3:
-        import json
-
-        enter(Enclosure.from_json(json.loads(argv[3])))
+    enter(Enclosure.from_json(json.loads(argv[3])))
     channel = socket.socket(fileno=socket_handle)
     channel.setblocking(True)
     Child(channel, arena_handle).serve()

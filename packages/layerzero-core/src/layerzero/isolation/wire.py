@@ -18,7 +18,7 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -179,7 +179,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     return []
 
 
-def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+def span(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Elements from the first to the last that a strided view touches."""
     if not all(shape):
         return 0
@@ -218,20 +218,16 @@ def unpack(data: Any, find: Callable[[Placed], Tensor], depth: int = 0) -> Any:
     if tag == "t":
         return find(_placed(inner))
     if tag == "f" and isinstance(inner, str):
-        return _float(inner)
+        try:
+            return float.fromhex(inner)
+        except (ValueError, OverflowError):
+            raise Malformed(f"not a number: {inner[:80]!r}") from None
     if tag == "d" and isinstance(inner, str):
         return _dtype(inner)
     if tag in ("u", "l") and isinstance(inner, list) and len(inner) <= MAX_ITEMS:
         items = [unpack(item, find, depth + 1) for item in inner]
         return tuple(items) if tag == "u" else items
     raise Malformed(f"not a value: {str(data)[:80]}")
-
-
-def _float(text: str) -> float:
-    try:
-        return float.fromhex(text)
-    except (ValueError, OverflowError):
-        raise Malformed(f"not a number: {text[:80]!r}") from None
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -254,6 +250,6 @@ def _placed(inner: Any) -> Placed:
     if not all(type(item) is int and 0 <= item < _BIG for item in numbers):
         raise Malformed(f"not sizes: {str(numbers)[:120]}")
     dtype = _dtype(name)
-    if math.prod(shape) and span(tuple(shape), tuple(strides)) * dtype.itemsize > nbytes:
+    if math.prod(shape) and span(shape, strides) * dtype.itemsize > nbytes:
         raise Malformed(f"shape {shape} with strides {strides} does not fit into {nbytes} bytes")
     return Placed(arena, offset, nbytes, dtype, tuple(shape), tuple(strides))

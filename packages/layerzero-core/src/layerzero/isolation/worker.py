@@ -1,4 +1,6 @@
-"""One child for one backend: started when first asked, asked one call at a time, started again after it failed.
+"""What an isolated kernel is bound to: one child for one backend, and the children of this process by their settings.
+
+A child is started when first asked, asked one call at a time, started again after it failed.
 
 After a failure the next start waits: not at all the first time, then twice as long each time, up to half a minute; a
 call that comes in between is refused at once, with ISOLATION_BACKOFF, and another kernel runs it. One good answer
@@ -8,6 +10,7 @@ and the process itself is watched at the same time.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import select
 import threading
@@ -16,8 +19,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from layerzero.errors import from_outside
+from layerzero.errors import BackendNotAvailableError, from_outside
+from layerzero.forking import fresh_lock, in_child
 from layerzero.health.sticky import sticky
 from layerzero.isolation.arena import Memory, home
 from layerzero.isolation.process import Process, Settings
@@ -39,7 +44,9 @@ from layerzero.isolation.wire import (
     tensors_in,
     unpack,
 )
+from layerzero.model.kernel import KernelSpec
 from layerzero.reasons import reason
+from layerzero.selection.world import World
 
 _CHUNK = 1 << 16
 
@@ -59,7 +66,16 @@ class Channel:
 
     def ask(self, kind: Kind, body: dict[str, Any], until: float, limit_s: float) -> Frame:
         self._sequence += 1
-        self._send(encode(kind, self._sequence, body), until, limit_s)
+        rest = memoryview(encode(kind, self._sequence, body))
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest) :]
+            except BlockingIOError:
+                left = until - time.monotonic()
+                if left <= 0 or not select.select((), (self._socket,), (), left)[1]:
+                    raise fault("ISOLATION_TIMEOUT", "the request was not taken", limit_s) from None
+            except OSError:
+                raise fault("ISOLATION_CRASHED", self._process.how()) from None
         return self.receive(self._sequence, until, limit_s)
 
     def say(self, kind: Kind) -> None:
@@ -79,18 +95,6 @@ class Channel:
         if frame.sequence != sequence or not frame.kind & 1:
             raise fault("ISOLATION_GARBAGE", f"{frame.kind.name} {frame.sequence} in answer to {sequence}")
         return frame
-
-    def _send(self, data: bytes, until: float, limit_s: float) -> None:
-        rest = memoryview(data)
-        while rest:
-            try:
-                rest = rest[self._socket.send(rest) :]
-            except BlockingIOError:
-                left = until - time.monotonic()
-                if left <= 0 or not select.select((), (self._socket,), (), left)[1]:
-                    raise fault("ISOLATION_TIMEOUT", "the request was not taken", limit_s) from None
-            except OSError:
-                raise fault("ISOLATION_CRASHED", self._process.how()) from None
 
     def _exactly(self, count: int, until: float, limit_s: float, *, begun: bool) -> bytes:
         """`count` bytes, or the fault that keeps them from coming."""
@@ -369,3 +373,78 @@ def _raised(body: dict[str, Any]) -> ChildError:
     if body["memory"] is True:
         return ChildOutOfMemory(reason("OUT_OF_MEMORY", words))
     return ChildError(reason("KERNEL_RAISED", words))
+
+
+_MOST = 8
+
+_lock = fresh_lock()
+_workers: dict[Settings, Worker] = {}
+
+
+def settings_for(backend: str, world: World) -> Settings:
+    """How the World's policy and the backend itself want it isolated."""
+    return Settings.of(backend, world.policy.isolation_entry(backend), world.registry.backends.get(backend))
+
+
+def worker_for(settings: Settings) -> Worker:
+    """The one child with these settings; of too many, those used longest ago are closed."""
+    with _lock:
+        found = _workers.pop(settings, None) or Worker(settings)
+        _workers[settings] = found
+        surplus = [_workers.pop(old) for old in list(_workers)[:-_MOST]]
+    for worker in surplus:
+        worker.close(wait=False)
+    return found
+
+
+def workers() -> tuple[Worker, ...]:
+    """Those that were asked for in this process."""
+    return tuple(_workers.values())
+
+
+def isolated(kernel: KernelSpec, world: World, *, rng: bool) -> Callable[..., Any]:
+    """A callable that runs the kernel in its child. The adapter is imported there now, so that binding fails here.
+
+    A kernel that draws random numbers gets a seed drawn from this process's generator: the same seed here gives the
+    same numbers there.
+    """
+    worker = worker_for(settings_for(kernel.backend, world))
+    try:
+        worker.load(kernel.function)
+    except ChildError as error:
+        why = reason("ISOLATION_IMPORT_FAILED", error.reason.value)
+        raise BackendNotAvailableError(f"{kernel.kernel_id}: {why.message}", reasons=(why,)) from error
+    except IsolationFault:
+        pass  # it may start next time: the call itself will say so, and its breaker decides how long to wait
+    function = kernel.function
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return worker.call(function, args, kwargs, _seed(args) if rng else None)
+
+    return run
+
+
+def _seed(args: tuple[Any, ...]) -> int:
+    tensor = next((item for item in args if isinstance(item, Tensor)), None)
+    device = torch.device("cpu") if tensor is None else tensor.device
+    return int(torch.randint(2**31, (1,), device=device).item())
+
+
+def close_all() -> None:
+    """End every child of this process: at exit, and between tests."""
+    with _lock:
+        known = list(_workers.values())
+        _workers.clear()
+    for worker in known:
+        worker.close(wait=False)
+
+
+def _after_fork() -> None:
+    known = list(_workers.values())
+    _workers.clear()
+    for worker in known:
+        worker.after_fork()
+
+
+atexit.register(close_all)
+in_child(_after_fork)

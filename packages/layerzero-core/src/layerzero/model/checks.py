@@ -24,11 +24,13 @@ def expect_tensor(value: Any, name: str) -> Tensor:
     return value
 
 
-def expect_rank(tensor: Tensor, name: str, ranks: Sequence[int]) -> None:
-    """Refuse a tensor with another number of axes."""
+def expect_rank(value: Any, name: str, ranks: Sequence[int]) -> Tensor:
+    """The value, which must be a tensor with so many axes."""
+    tensor = expect_tensor(value, name)
     if tensor.ndim not in ranks:
         allowed = " or ".join(str(rank) for rank in ranks)
         raise invalid("RANK_INVALID", tensor.ndim, allowed, f"{name} has rank {tensor.ndim}")
+    return tensor
 
 
 def expect_shape(tensor: Tensor | None, name: str, shape: tuple[int, ...]) -> None:

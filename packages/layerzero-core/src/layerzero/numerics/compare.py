@@ -272,17 +272,12 @@ def _worst(a: Tensor, e: Tensor, gap: Tensor) -> tuple[ErrorLocation, ...]:
 
 
 def _spot(a: Tensor, e: Tensor, gap: Tensor, position: int) -> ErrorLocation:
+    import torch
+
     got, want, error = (x.flatten()[position].item() for x in (a, e, gap))
-    return ErrorLocation(_unravel(position, tuple(e.shape)), got, want, error, error / (abs(want) + _REL_EPS))
+    index = tuple(int(axis) for axis in torch.unravel_index(torch.tensor(position), e.shape))
+    return ErrorLocation(index, got, want, error, error / (abs(want) + _REL_EPS))
 
 
 def _number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
-
-
-def _unravel(position: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    index: list[int] = []
-    for size in reversed(shape):
-        index.append(position % size)
-        position //= size
-    return tuple(reversed(index))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +121,8 @@ def tolerance(op: str, dtype: torch.dtype | str, *, k: int | None = None, declar
     error of a sum does. `declared` is the error a backend itself states for a quantized format: a matrix product of
     quantized weights has no bound of its own, so there the backend's word is taken, and held against it.
     """
-    name, row = dtype_name(dtype), _row_of(op)
+    known = next((table[op] for table in OP_TABLES if op in table), None)
+    name, row = dtype_name(dtype), _ROW_OF_OP.get(op, "") if known is None else known.tolerance
     if row == "exact":
         return _EXACT
     if declared is not None and name in _QUANTIZED and row == "gemm":
@@ -135,11 +136,6 @@ def tolerance(op: str, dtype: torch.dtype | str, *, k: int | None = None, declar
         growth = math.sqrt(k)
         return replace(found, rtol=found.rtol * growth, atol=found.atol * growth)
     return found
-
-
-def _row_of(op: str) -> str:
-    known = next((table[op] for table in OP_TABLES if op in table), None)
-    return _ROW_OF_OP.get(op, "") if known is None else known.tolerance
 
 
 def classify(op: str, row: str) -> None:
@@ -176,21 +172,12 @@ def full_float32() -> Iterator[None]:
     import torch
 
     # torch has an old and a new set of switches, and refuses to answer through the old ones once both were used.
-    try:
-        word = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        switches = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-        before = [switch.fp32_precision for switch in switches]
-        for switch in switches:
-            switch.fp32_precision = "ieee"
+    with ExitStack() as stack:
         try:
-            yield
-        finally:
-            for switch, old in zip(switches, before, strict=True):
-                switch.fp32_precision = old
-        return
-    torch.set_float32_matmul_precision("highest")
-    try:
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("highest")
+        except RuntimeError:
+            for switch in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):  # type: ignore[attr-defined]
+                stack.callback(setattr, switch, "fp32_precision", switch.fp32_precision)
+                switch.fp32_precision = "ieee"
         yield
-    finally:
-        torch.set_float32_matmul_precision(word)

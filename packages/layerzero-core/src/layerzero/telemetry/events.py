@@ -135,7 +135,6 @@ class Event(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Wall clock, ns."""
         return self.start + self.duration
 
 
@@ -184,7 +183,10 @@ class Events:
         if not self._sinks:
             here.done.clear()
             return
-        here.done.append(self._made(kind, duration, attributes, error, number))
+        parent = here.open[-1] if here.open else 0
+        start = time.time_ns() - duration
+        made = Event(kind, start, duration, attributes, error, threading.get_native_id(), number, parent)
+        here.done.append(made)
         if not here.open:
             tree, here.done = tuple(reversed(here.done)), []
             self._hand(tree)
@@ -192,11 +194,6 @@ class Events:
     def tell(self, kind: str, duration: float = 0.0, error: str = "", **attributes: Any) -> None:
         """Something that is over already, and took `duration` seconds."""
         self.end(self.begin(), kind, int(duration * 1e9), attributes, error)
-
-    def _made(self, kind: str, duration: int, attributes: Mapping[str, Any], error: str, number: int) -> Event:
-        parent = self._here.open[-1] if self._here.open else 0
-        start = time.time_ns() - duration
-        return Event(kind, start, duration, attributes, error, threading.get_native_id(), number, parent)
 
     def _hand(self, tree: tuple[Event, ...]) -> None:
         for sink in self._sinks:

@@ -65,42 +65,38 @@ class SelectionReport:
         return json.dumps(self.to_dict(), indent=indent)
 
     def __str__(self) -> str:
-        return render(self)
-
-
-def render(report: SelectionReport) -> str:
-    """Plain text: the choice first, then why each other kernel did not run."""
-    decision, ctx = report.decision, report.context
-    sizes = " ".join(f"{name}={value}" for name, value in ctx.dims)
-    lines = [f"{decision.op} on {ctx.device.name or ctx.device.device_type} [{ctx.dtype}] {sizes}"]
-    if ctx.needs:
-        lines.append(f"  asks for: {', '.join(sorted(ctx.needs))}")
-    if decision.chosen:
-        winner = decision.winner
-        lock = "  (locked)" if decision.locked else ""
-        lines.append(f"  chosen: {decision.chosen}  score {winner.score:.1f}{_time(winner)}{lock}")
-        lines.append(f"    ranked by {winner.expected or winner.source}")
-        for step in winner.transforms:
-            words = "isolated, in a process of its own" if step.name == "isolated" else f"after {step.name}"
-            lines.append(f"    {words} (~{step.cost_us:.1f} us)")
-    else:
-        lines.append(f"  nothing may run: {decision.refusal}")
-    if report.ran is not None and report.ran != decision.chosen:
-        lines.append(f"  last ran: {report.ran}")
-    for bucket in decision.buckets:
-        if bucket.low != bucket.high:
-            lines.append(f"  holds for {bucket.name} {bucket.low}..{bucket.high}")
-    lines.extend(f"  note: {note}" for note in decision.notes)
-    lines.append("  the others:" if len(decision.candidates) > 1 else "  no other kernel is registered")
-    for item in decision.candidates:
-        if item.kernel_id == decision.chosen:
-            continue
-        mark = f"score {item.score:.1f}{_time(item)}" if item.accepted and item.score is not None else "rejected"
-        lines.append(f"    {item.kernel_id}  {mark}")
-        lines.extend(f"      {reason}" for reason in item.reasons)
-        if item.flip:
-            lines.append(f"      -> {item.flip}")
-    return "\n".join(lines)
+        """Plain text: the choice first, then why each other kernel did not run."""
+        decision, ctx = self.decision, self.context
+        sizes = " ".join(f"{name}={value}" for name, value in ctx.dims)
+        lines = [f"{decision.op} on {ctx.device.name or ctx.device.device_type} [{ctx.dtype}] {sizes}"]
+        if ctx.needs:
+            lines.append(f"  asks for: {', '.join(sorted(ctx.needs))}")
+        if decision.chosen:
+            winner = decision.winner
+            lock = "  (locked)" if decision.locked else ""
+            lines.append(f"  chosen: {decision.chosen}  score {winner.score:.1f}{_time(winner)}{lock}")
+            lines.append(f"    ranked by {winner.expected or winner.source}")
+            for step in winner.transforms:
+                words = "isolated, in a process of its own" if step.name == "isolated" else f"after {step.name}"
+                lines.append(f"    {words} (~{step.cost_us:.1f} us)")
+        else:
+            lines.append(f"  nothing may run: {decision.refusal}")
+        if self.ran is not None and self.ran != decision.chosen:
+            lines.append(f"  last ran: {self.ran}")
+        for bucket in decision.buckets:
+            if bucket.low != bucket.high:
+                lines.append(f"  holds for {bucket.name} {bucket.low}..{bucket.high}")
+        lines.extend(f"  note: {note}" for note in decision.notes)
+        lines.append("  the others:" if len(decision.candidates) > 1 else "  no other kernel is registered")
+        for item in decision.candidates:
+            if item.kernel_id == decision.chosen:
+                continue
+            mark = f"score {item.score:.1f}{_time(item)}" if item.accepted and item.score is not None else "rejected"
+            lines.append(f"    {item.kernel_id}  {mark}")
+            lines.extend(f"      {reason}" for reason in item.reasons)
+            if item.flip:
+                lines.append(f"      -> {item.flip}")
+        return "\n".join(lines)
 
 
 def _time(item: Candidate) -> str:

@@ -39,26 +39,10 @@ def traced(
 ) -> Any:
     """Traced for `lz.attention`. Dropout is always traced: its random numbers belong to the graph."""
     if query.is_nested or key.is_nested or value.is_nested:
-        given = (
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            window,
-            softcap,
-            alibi_slopes,
-            return_lse,
-            sinks,
-        )
-        return nested_attention(
-            forms.varlen_attention,  # type: ignore[attr-defined] # generated
-            given,
-            layout,
-            backend,
-        )
+        first = (query, key, value, attn_mask, dropout_p, is_causal, scale)
+        given = (*first, window, softcap, alibi_slopes, return_lse, sinks)
+        varlen = forms.varlen_attention  # type: ignore[attr-defined] # generated
+        return nested_attention(varlen, given, layout, backend)
     number: Any = scale
     if isinstance(number, Tensor):
         scale = number.item()

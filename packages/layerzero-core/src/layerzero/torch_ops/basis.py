@@ -28,6 +28,7 @@ from layerzero.dispatch.adapt import adapt
 from layerzero.dispatch.late import current_world
 from layerzero.dispatch.run import decide, describe
 from layerzero.errors import InvalidInputError, LayerZeroError
+from layerzero.isolation.wire import span
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision
 from layerzero.model.kernel import KernelSpec
@@ -57,7 +58,6 @@ class Impossible(Exception):
 
 
 def _nodes(args: Sequence[Any]) -> Iterator[Any]:
-    """Every symbolic size, stride and number among the arguments."""
     for item in args:
         if isinstance(item, Tensor):
             yield from (part.node for part in (*item.shape, *item.stride()) if isinstance(part, torch.SymInt))
@@ -135,7 +135,8 @@ def _stand_in(item: Any, sizes: Sizes, meta: bool) -> Any:
     if isinstance(item, Tensor):
         shape = [_number(part, sizes) for part in item.shape]
         strides = [_number(part, sizes) for part in item.stride()]
-        if _bytes(shape, strides, item.itemsize) > _MOST_BYTES:
+        # Dense or as it is strided, whichever is more: torch computes both.
+        if max(span(shape, strides), math.prod(shape)) * item.itemsize > _MOST_BYTES:
             raise Impossible(f"{shape} with strides {strides}")
         made = torch.empty_strided(shape, strides, dtype=item.dtype, device="meta" if meta else item.device)
         return made.requires_grad_(True) if item.requires_grad else made
@@ -144,14 +145,6 @@ def _stand_in(item: Any, sizes: Sizes, meta: bool) -> Any:
     if isinstance(item, (list, tuple)):
         return type(item)(_stand_in(part, sizes, meta) for part in item)
     return item
-
-
-def _bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    """Bytes a tensor takes, dense or as it is strided, whichever is more: torch computes both."""
-    if not all(shape):
-        return 0
-    spanned = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return max(spanned, math.prod(shape)) * itemsize
 
 
 def _number(item: Any, sizes: Sizes) -> Any:

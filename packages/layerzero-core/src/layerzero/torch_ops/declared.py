@@ -190,7 +190,6 @@ def _source(op: Op, declared: str) -> str:
 
 
 def _functions(op: Op, variant: Variant) -> str:
-    """run, fake and plain of one opaque op."""
     parameters = op.signature.parameters
     raised = {name: variant.fixed.get(name, "None") for name in parameters} | {
         name: part.back for name, part in variant.parts.items()
@@ -230,7 +229,6 @@ def _flat(variant: Variant) -> str:
 
 
 def _placed(op: Op, variant: Variant, overload: str = "") -> str:
-    """One opaque op on the public arguments."""
     target = f"torch.ops.layerzero.{variant.name}"
     call = (
         f"{target}.{overload}({_flat(variant)}, backend)" if overload else f"place({target}, {_flat(variant)}, backend)"

@@ -15,13 +15,12 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from layerzero.model.op import Op
 from layerzero.torch_ops import basis, declared, sites, traced
 from layerzero.torch_ops.functions import functions
 from layerzero.torch_ops.lowering import CAUSAL
-from layerzero.torch_ops.opaque import autocast_dtype
+from layerzero.torch_ops.opaque import autocast_dtype, narrowed
 
 # Rooms that Dynamo must not look into: their calls break a graph at once instead of after tracing half of the
 # selection, and run natively. The traced forms, the reference and the values of `model` are the rooms it may trace; of
@@ -41,7 +40,6 @@ def register() -> None:
     if trace_rules.is_polyfilled_callable(functions["attention"]):
         return
     assume_constant_result(_told)  # type: ignore[no-untyped-call]
-    assume_constant_result(_told_call)  # type: ignore[no-untyped-call]
     comptime = found
     traced.chosen, traced.write = chosen, write
     for room in _SKIPPED:
@@ -106,12 +104,12 @@ def chosen(op: str, args: tuple[Any, ...], layout: str | None, backend: str | No
     if torch.compiler._is_exporting_flag:
         return ""  # a program that is saved selects where it runs
     comptime(_ask)
-    return _told()
+    return _told("answer")
 
 
 def spelled() -> str:
     """The string of the attention that `chosen` was last asked about (`sites`); "" where it has none."""
-    return _told_call()
+    return _told("call")
 
 
 def write(own: str, form: Callable[..., Any], args: tuple[Any, ...], casts: bool) -> Any:
@@ -124,20 +122,14 @@ def write(own: str, form: Callable[..., Any], args: tuple[Any, ...], casts: bool
 def _write(own: str, form: Callable[..., Any], args: tuple[Any, ...], casts: bool) -> Any:
     device = args[0].device
     dtype = autocast_dtype(device)
-    if dtype is None:
-        return form(*args) if own == "plain" else getattr(traced, own)(*args)
-    if casts:
-        args = tuple(_narrowed(item, dtype) for item in args)
+    if casts and dtype is not None:
+        args = tuple(narrowed(item, dtype) for item in args)
     if own == "plain":
         return form(*args)
+    if dtype is None:
+        return getattr(traced, own)(*args)
     with torch.autocast(device.type, enabled=False):
         return getattr(traced, own)(*args)
-
-
-def _narrowed(item: Any, dtype: torch.dtype) -> Any:
-    if isinstance(item, Tensor) and item.is_floating_point() and item.dtype != torch.float64:
-        return item.to(dtype)
-    return item
 
 
 def write_attention(own: str, args: tuple[Any, ...]) -> Any:
@@ -148,20 +140,17 @@ def write_attention(own: str, args: tuple[Any, ...]) -> Any:
 
 
 # -- run while Dynamo traces -----------------------------------------------------------------------
-def _told() -> str:
-    """The answer that `_ask` has left: a constant of the graph (see `register`), guarded by its basis alone."""
-    found: str = _here.answer
-    return found
-
-
-def _told_call() -> str:
-    """The string that `_ask` has left: a constant of the graph, which means the same in any World."""
-    found: str = _here.call
+def _told(what: str) -> str:
+    """What `_ask` has left: a constant of the graph (see `register`). The answer is guarded by its basis alone, the
+    string of a call means the same in any World."""
+    found: str = getattr(_here, what)
     return found
 
 
 def _ask(ctx: Any) -> None:
     """Look at the variables of `chosen`, and leave the answer for `_told`. Never breaks a trace."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
     _tidy(ctx)
     grad = bool(ctx.get_local("grad").as_python_constant())
     _here.answer, _here.call = basis.PLAIN if grad else "", ""
@@ -176,7 +165,7 @@ def _ask(ctx: Any) -> None:
         )
         if question.op == "attention" and len(question.args) == 11:
             _here.call = _spell(question)
-        with _real_tensors():
+        with unset_fake_temporarily():
             _here.answer = basis.answer(question, lambda: basis.basis_of(graph, _guard))
     except _GIVES_UP as error:
         if getattr(error, "code", None) == "DTYPE_MIXED":
@@ -202,12 +191,6 @@ def _fake(item: Any) -> Any:
     if isinstance(item, (list, tuple)):
         return tuple(_fake(part) for part in item)
     return item
-
-
-def _real_tensors() -> Any:
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    return unset_fake_temporarily()
 
 
 def _guard(found: basis.Basis) -> None:

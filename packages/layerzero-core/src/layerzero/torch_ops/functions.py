@@ -21,19 +21,17 @@ class _Functions:
         self.accelerated: dict[str, Callable[..., Any]] = {}
 
     def fill(self, public: Mapping[str, Any], helpers: Iterable[Callable[..., Any]]) -> None:
-        """Take the ops and the helper functions that are not ops."""
         self._public = public
         self._helpers |= {helper.__name__: helper for helper in helpers}
 
     def accelerate(self, found: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-        """Take C forms of some functions; returns all there are."""
         self.accelerated.update(found)
         return self.accelerated
 
     def add(self, op: Op) -> None:
         """Take a plugin's op; a plugin that is loaded again replaces it."""
         self._helpers[op.op_id] = op.function
-        if _lowered(op):
+        if op.fake is not None:
             self._declared[op.op_id] = op
 
     def op(self, name: str) -> Op:
@@ -42,7 +40,7 @@ class _Functions:
 
     def ops(self) -> list[Op]:
         """All ops that torch knows: those that say what their results are shaped like."""
-        return [*filter(_lowered, self._public.values()), *self._declared.values()]
+        return [*(op for op in self._public.values() if op.fake is not None), *self._declared.values()]
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
         found: Callable[..., Any] = self._helpers[name] if name in self._helpers else self._public[name].function
@@ -51,10 +49,6 @@ class _Functions:
     def fastest(self, name: str) -> Callable[..., Any]:
         """The C form of a function where there is one: what a call from below costs least."""
         return self.accelerated.get(name) or self[name]
-
-
-def _lowered(op: Op) -> bool:
-    return op.fake is not None
 
 
 functions = _Functions()

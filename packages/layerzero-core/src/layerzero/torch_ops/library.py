@@ -24,11 +24,9 @@ from layerzero.dispatch.hot import aside, watched
 from layerzero.model.op import Op
 from layerzero.torch_ops import declared
 from layerzero.torch_ops.functions import functions
-from layerzero.torch_ops.opaque import OpaqueOp, bare, present, uncounted
+from layerzero.torch_ops.opaque import OpaqueOp, bare, narrowed, present, uncounted
 
 _NAMESPACE = "layerzero"
-
-
 _lock = threading.RLock()
 _library: Any = None
 _complete = False
@@ -154,14 +152,13 @@ def _filled(function: Callable[..., Any], count: int) -> Callable[..., Any]:
 def _below_autograd(run: Callable[..., Any], count: int) -> Callable[..., Any]:
     """The kernel of an op: no gradient is recorded here, so none is asked of the kernel that is selected."""
 
+    direct = _direct(run, count)
+
     def kernel(*args: Any) -> Any:
-        given = tuple(bare(item) for item in _fill(args, count))
-        if given[-1] is not None:
-            given = (*given[:-1], present(given[-1]))
         if not torch.is_grad_enabled():
-            return _once(run, given)
+            return direct(*args)
         with torch.no_grad():
-            return _once(run, given)
+            return direct(*args)
 
     return kernel
 
@@ -219,15 +216,11 @@ def _autocast(overload: Any, kind: str, op: OpaqueOp) -> Callable[..., Any]:
     def kernel(*args: Any) -> Any:
         if op.autocast:
             dtype = torch.get_autocast_dtype(device)
-            args = tuple(item.to(dtype) if i not in op.kept and _narrows(item) else item for i, item in enumerate(args))
+            args = tuple(item if i in op.kept else narrowed(item, dtype) for i, item in enumerate(args))
         with torch._C._ExcludeDispatchKeyGuard(keys):
             return overload(*args)
 
     return kernel
-
-
-def _narrows(item: Any) -> bool:
-    return isinstance(item, Tensor) and item.is_floating_point() and item.dtype is not torch.float64
 
 
 # -- transforms ------------------------------------------------------------------------------------

@@ -84,7 +84,6 @@ def _names(places: tuple[str, ...]) -> str:
 
 
 def _part(op: Op, name: str) -> Part:
-    """The part of one parameter, from its annotation."""
     given = op.signature.parameters
     text = annotation_text(given[name].annotation)
     words = set(re.findall(r"[A-Za-z]\w*", text))

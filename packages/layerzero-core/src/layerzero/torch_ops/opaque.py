@@ -52,6 +52,13 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if kind in _AUTOCAST and torch.is_autocast_enabled(kind) else None
 
 
+def narrowed(item: Any, dtype: torch.dtype) -> Any:
+    """A floating tensor in the dtype of autocast, which leaves float64 alone."""
+    if isinstance(item, Tensor) and item.is_floating_point() and item.dtype != torch.float64:
+        return item.to(dtype)
+    return item
+
+
 def differentiable(backend: str | None, *tensors: Tensor | None) -> bool:
     """Whether to trace plain torch instead of the opaque op."""
     # The flag behind torch.compiler.is_exporting(), which older Dynamos take for true in any graph.

@@ -83,7 +83,6 @@ def _metadata(tensors: Sequence[Tensor | None]) -> str:
 def _run(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, alibi_slopes: Tensor | None, call: str
 ) -> Tensor:
-    """The op's kernel."""
     site = _sites.get(call)
     if site is None:
         if len(_sites) >= _LIMIT:

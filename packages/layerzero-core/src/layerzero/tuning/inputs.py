@@ -105,7 +105,6 @@ class Draw:
         return self.leaf(found)
 
     def laid(self, tensor: Tensor, axis: int = -2) -> Tensor:
-        """The same numbers in the context's stride class."""
         return lay(tensor, self.ctx.strides, axis)
 
     def rows_of(self, rows: str, width: str) -> tuple[int, ...]:
@@ -121,7 +120,6 @@ class Draw:
         return getattr(torch, self.ctx.index_dtype or usual)  # type: ignore[no-any-return]
 
     def generator(self) -> torch.Generator | None:
-        """A generator where the call brings its own."""
         if "generator" not in self.ctx.needs or self._generator is None:
             return None
         return torch.Generator(self.device).manual_seed(1234)
@@ -158,7 +156,9 @@ def build(
         args = spec.example(draw)
     layout = context.layout.value if context.layout is not None and "layout" not in spec.arguments else None
     if strides is not None:
-        args = _relaid(args, strides)
+        if len(strides) != len(args):
+            raise invalid("VALUE_INVALID", f"strides of {len(strides)} arguments", f"those of {len(args)}")
+        args = tuple(_strided(item, given) for item, given in zip(args, strides, strict=True))
     kwargs = spec.keywords(args) if spec.keywords else dict(zip(spec.arguments, args, strict=False))
     if layout is not None:
         kwargs["layout"] = layout
@@ -225,12 +225,6 @@ def _shifted(tensor: Tensor) -> Tensor:
     if 0 not in tensor.stride():
         view.copy_(tensor)
     return view
-
-
-def _relaid(args: tuple[Any, ...], strides: ArgumentStrides) -> tuple[Any, ...]:
-    if len(strides) != len(args):
-        raise invalid("VALUE_INVALID", f"strides of {len(strides)} arguments", f"those of {len(args)}")
-    return tuple(_strided(item, given) for item, given in zip(args, strides, strict=True))
 
 
 def _strided(item: Any, given: Sequence[int] | None) -> Any:

@@ -195,43 +195,39 @@ def _grouped(ctx: Context, args: tuple[Any, ...], room: int) -> Iterator[Piece]:
 
 
 # -- pages ---------------------------------------------------------------------------------------------
-def _tail(batch: PagedBatch, row: int, most: int) -> tuple[PagedBatch, int, int]:
-    """One sequence of a batch with its last query tokens alone, and where these lie among all."""
-    length, context = batch.query_lens_host[row], batch.context_lens_host[row]
-    count = min(length, most)
-    end = sum(batch.query_lens_host[: row + 1])
-    like = batch.context_lens
-    lens = like.new_tensor([context]) if like.device.type != "meta" else like[:1]
-    queries = like.new_tensor([count])
-    one = PagedBatch(batch.block_tables[row : row + 1], lens, queries, (context,), (count,))
-    return one, end - count, end
+def _tails(
+    batch: PagedBatch, heads: int, caches: Sequence[Tensor], page: int, room: int
+) -> Iterator[tuple[int, slice, list[Tensor], PagedBatch]]:
+    """Some sequences of a batch, each with its last query tokens alone, where these lie among all, and its pages."""
+    for row in _some(batch.query_lens_host):
+        length, context = batch.query_lens_host[row], batch.context_lens_host[row]
+        count = min(length, max(1, room // max(1, context * heads)))
+        end = sum(batch.query_lens_host[: row + 1])
+        like = batch.context_lens
+        lens = like.new_tensor([context]) if like.device.type != "meta" else like[:1]
+        queries = like.new_tensor([count])
+        one = PagedBatch(batch.block_tables[row : row + 1], lens, queries, (context,), (count,))
+        pages, own = pages_in_use(one, page)
+        yield row, slice(end - count, end), [torch.index_select(item, 0, pages) for item in caches], own
 
 
 def _paged(ctx: Context, args: tuple[Any, ...], room: int) -> Iterator[Piece]:
     query, keys, values, batch, scale, window, softcap, slopes, lse, layout, *others = args
     page = keys.shape[1 if layout == "NHD" else 2]
-    for row in _some(batch.query_lens_host):
-        context = batch.context_lens_host[row]
-        one, first, last = _tail(batch, row, max(1, room // max(1, context * query.shape[1])))
-        pages, own = pages_in_use(one, page)
-        caches = (torch.index_select(item, 0, pages) for item in (keys, values))
+    for row, span, caches, own in _tails(batch, query.shape[1], (keys, values), page, room):
         bias = slopes[row : row + 1] if slopes is not None and slopes.ndim == 2 else slopes
-        sub = (query[first:last], *caches, own, scale, window, softcap, bias, lse, layout, *others)
-        yield Piece("paged_attention", sub, _tokens(first, last))
+        sub = (query[span], *caches, own, scale, window, softcap, bias, lse, layout, *others)
+        yield Piece("paged_attention", sub, _tokens(span))
 
 
 def _latent(ctx: Context, args: tuple[Any, ...], room: int) -> Iterator[Piece]:
     wide, narrow, ckv, kpe, batch, scale, lse = args
-    for row in _some(batch.query_lens_host):
-        context = batch.context_lens_host[row]
-        one, first, last = _tail(batch, row, max(1, room // max(1, context * wide.shape[1])))
-        pages, own = pages_in_use(one, ckv.shape[1])
-        caches = (torch.index_select(item, 0, pages) for item in (ckv, kpe))
-        yield Piece(ctx.op, (wide[first:last], narrow[first:last], *caches, own, scale, lse), _tokens(first, last))
+    for _, span, caches, own in _tails(batch, wide.shape[1], (ckv, kpe), ckv.shape[1], room):
+        yield Piece(ctx.op, (wide[span], narrow[span], *caches, own, scale, lse), _tokens(span))
 
 
-def _tokens(first: int, last: int) -> Callable[[Outputs], Outputs]:
-    return lambda outputs: [item[first:last] for item in outputs]
+def _tokens(span: slice) -> Callable[[Outputs], Outputs]:
+    return lambda outputs: [item[span] for item in outputs]
 
 
 # -- rows ----------------------------------------------------------------------------------------------
