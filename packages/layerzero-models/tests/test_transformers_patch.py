@@ -409,7 +409,7 @@ def test_a_patch_that_fails_in_the_middle_leaves_nothing_behind(monkeypatch: pyt
     def broken(*args: Any) -> None:
         raise KeyError("in the middle")
 
-    monkeypatch.setattr(patching, "_residual", broken)
+    monkeypatch.setitem(patching._OWN_STEPS, "residual", broken)
     with pytest.raises(KeyError):
         lz.patch(model)
     assert zoo.traces(model) == before and lz.patched(model) is None

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from layerzero._ops.linear import LINEAR
 from layerzero.dispatch.run import current_world, decide, describe
 from layerzero.errors import NoKernelFoundError, invalid
+from layerzero.model.context import Context
+from layerzero.model.decision import Decision
+from layerzero.model.kernel import KernelSpec
 from layerzero.model.packed import PLAIN, PackedWeight, Packer, activation_scheme
 from layerzero.model.quant import QuantizedTensor
+from layerzero.reasons import Reason
 from layerzero.runtime.state import state
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from layerzero.model.context import Context
-    from layerzero.model.decision import Decision
-    from layerzero.model.kernel import KernelSpec
-    from layerzero.reasons import Reason
-    from layerzero.selection.world import World
+from layerzero.selection.world import World
 
 
 def pack_weight(

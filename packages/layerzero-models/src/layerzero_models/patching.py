@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from layerzero.dispatch.beside import import_adapters
+from layerzero.dispatch.late import current_world
 from layerzero.errors import BackendNotAvailableError, InvalidInputError
 from layerzero.json_form import Plain
 
@@ -31,8 +32,6 @@ class Changes:
     Only what an object holds itself is recorded: an attribute that came from its class is deleted at the end, which
     brings the class's own back.
     """
-
-    __slots__ = ("_made",)
 
     def __init__(self) -> None:
         self._made: list[tuple[Any, str, Any]] = []
@@ -138,8 +137,6 @@ class PatchReport(Plain):
         A call of another model with the same widths and heads is the same call, and runs by the same kernel;
         `lz.explain(model, inputs)` runs a model once and tells part by part.
         """
-        from layerzero.dispatch.late import current_world
-
         ops = {op for item in self.patched for op in item.op.split(" + ")}
         found = {}
         for bound in list(current_world().hot.values()):
@@ -163,7 +160,10 @@ class PatchReport(Plain):
 
 
 class Record:
-    """One patched model: what was changed, which parts compute with LayerZero now and which were left."""
+    """One patched model: what was changed, which parts compute with LayerZero now and which were left.
+
+    It lies on the model itself, so that a copy of the model has its own and can be unpatched by itself.
+    """
 
     def __init__(self) -> None:
         self.changes = Changes()

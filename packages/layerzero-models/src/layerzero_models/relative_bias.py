@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from layerzero.errors import invalid
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from layerzero.model.checks import expect_tensor
 
 
 def relative_bias(
@@ -35,11 +35,7 @@ def relative_bias(
     A column is usually a head. With head_dim columns the result holds Shaw's vectors: the bias of a query q is
     `einsum("bhid,dij->bhij", q * scale, bias[0])`.
     """
-    import torch
-
-    if not hasattr(table, "stride"):
-        raise invalid("TYPE_INVALID", f"table: {type(table).__name__}", "a torch.Tensor")
-    if not table.is_floating_point():
+    if not expect_tensor(table, "table").is_floating_point():
         raise invalid("DTYPE_UNSUPPORTED", str(table.dtype), "a floating table")
     if table.ndim != 2 or 0 in table.shape:
         raise invalid("SHAPE_INVALID", str(tuple(table.shape)), "[rows, heads]")
@@ -75,8 +71,6 @@ def relative_bias(
 
 def _t5_bucket(ahead: Tensor, rows: int, bidirectional: bool, max_distance: int) -> Tensor:
     """The bucket of each relative position. In float32, like T5 itself: checkpoints depend on how it rounds."""
-    import torch
-
     side = torch.zeros_like(ahead)
     if bidirectional:
         rows //= 2

@@ -8,14 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from layerzero.errors import InvalidInputError, invalid, nearest
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
 
 _OLDER_NAMES = {"su": "longrope"}  # as the first Phi-3 configurations spell it
 _WITHOUT_EFFECT = ("finetuned",)  # written by YaRN's own tools; says nothing about the angles
@@ -159,8 +157,6 @@ def rope_tables(
     with those, and their rounding shows at far positions. `dtype=torch.float64` computes everything in float64; a
     narrower dtype rounds the float32 tables.
     """
-    import torch
-
     whole = {"length": length, "seq_len": seq_len, "max_position_embeddings": max_position_embeddings}
     for name, value in {"rotary_dim": rotary_dim, **whole}.items():
         low = 2 if name == "rotary_dim" else 1
@@ -210,8 +206,6 @@ def _base(base: float | None, rule: RopeScaling) -> float:
 
 def _wavelengths(request: _Request, base: float) -> Tensor:
     """base ** (2i / dim) for each pair i: the inverse of its frequency."""
-    import torch
-
     result: Tensor = base ** (torch.arange(0, request.dim, 2).to(request.wide) / request.dim)
     return result
 
@@ -246,8 +240,6 @@ def _dynamic(request: _Request) -> tuple[Tensor, float]:
 
 def _yarn(request: _Request) -> tuple[Tensor, float]:
     """Fast pairs stay, slow pairs are interpolated, those between are mixed; cos and sin grow a little."""
-    import torch
-
     rule = request.rule
     original = rule.original_length(request.max_position_embeddings)
     factor = _factor(request, original)
@@ -291,8 +283,6 @@ def _llama3(request: _Request) -> tuple[Tensor, float]:
 
 def _longrope(request: _Request) -> tuple[Tensor, float]:
     """A divisor for each pair, found by search: one set up to the original context, one beyond."""
-    import torch
-
     rule = request.rule
     original = rule.original_length(request.max_position_embeddings)
     name = "long_factor" if request.seq_len > original else "short_factor"
@@ -309,8 +299,6 @@ def _longrope(request: _Request) -> tuple[Tensor, float]:
 
 def _proportional(request: _Request) -> tuple[Tensor, float]:
     """Only the fastest share of the pairs turns; the others stand still inside the same table."""
-    import torch
-
     share = request.rule.partial_rotary_factor
     turning = int((1.0 if share is None else share) * request.dim // 2)
     frequencies = _default(request)[0]

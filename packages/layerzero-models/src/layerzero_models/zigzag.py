@@ -31,14 +31,11 @@ from layerzero_models.tensor_parallel import differentiable, place_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunk:
-    """What a call of its own for one of the two chunks takes: its queries, its keys, their offsets and lengths."""
+    """What a call of its own for one of the two chunks takes: its queries, its keys, and how they are packed."""
 
     queries: slice
     keys: Tensor | slice
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
+    packing: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,10 +116,12 @@ def _build(offsets: list[int], sizes: list[int], rank: int, world: int, device: 
             queries=slice(index * half, (index + 1) * half),
             # One sequence is cut without a copy; several lie apart in the packed keys.
             keys=slice(0, lens[0]) if len(lens) == 1 else _ranges(offsets, lens).to(device),
-            cu_seqlens_q=_offsets([0, *accumulate(sizes)], device),
-            cu_seqlens_k=_offsets([0, *accumulate(lens)], device),
-            max_seqlen_q=max(sizes, default=0),
-            max_seqlen_k=max(lens, default=0),
+            packing={
+                "cu_seqlens_q": _offsets([0, *accumulate(sizes)], device),
+                "cu_seqlens_k": _offsets([0, *accumulate(lens)], device),
+                "max_seqlen_q": max(sizes, default=0),
+                "max_seqlen_k": max(lens, default=0),
+            },
         )
         for index, lens in enumerate(kv_lens)
     )
@@ -211,10 +210,7 @@ def zigzag_attention_gathered(
             query[chunk.queries],
             keys[chunk.keys],
             values[chunk.keys],
-            chunk.cu_seqlens_q,
-            chunk.cu_seqlens_k,
-            max_seqlen_q=chunk.max_seqlen_q,
-            max_seqlen_k=chunk.max_seqlen_k,
+            **chunk.packing,
             is_causal="bottom_right",
             scale=scale,
             backend=backend,

@@ -50,8 +50,6 @@ class CacheStats:
 
 
 class _Entry:
-    __slots__ = ("ids", "size", "text", "used")
-
     def __init__(self, text: str, ids: list[int]) -> None:
         self.text, self.ids = text, ids
         self.size = 200 + _size(text) + _BYTES_PER_ID * len(ids)
@@ -60,8 +58,6 @@ class _Entry:
 
 class _Space:
     """Entries of one (identity, namespace, mode); `ordered` is replaced whole, longest first."""
-
-    __slots__ = ("hits", "ordered", "recent")
 
     def __init__(self) -> None:
         self.ordered: tuple[_Entry, ...] = ()

@@ -14,6 +14,7 @@ from typing import Any
 
 from layerzero.model.context import Context
 from layerzero.reasons import Reason, reason
+from layerzero.runtime.state import state
 from layerzero_tokenizers.convert import NotConvertible, hf_to_tiktoken, sentencepiece_to_hf, tiktoken_to_hf
 from layerzero_tokenizers.engines import Engine
 from layerzero_tokenizers.identity import Opened, Tokenizer
@@ -226,8 +227,6 @@ def _measure(handle: Tokenizer) -> None:
 
 def _publish() -> None:
     """Put the times before the measurements that selection has."""
-    from layerzero.runtime.state import state  # registering the ops needs none of it
-
     before = state.world.measurements
     inner = getattr(before.lookup, "inner", before)
 

@@ -6,10 +6,10 @@ A library is not imported here: an engine is made around an object of it.
 from __future__ import annotations
 
 import os
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Any
 
 from layerzero_tokenizers.results import Tokens
@@ -26,7 +26,6 @@ class Engine(ABC):
     """
 
     backend: str
-    __slots__ = ("prefix", "suffix")
 
     def __init__(self, prefix: Sequence[int] = (), suffix: Sequence[int] = ()) -> None:
         self.prefix, self.suffix = list(prefix), list(suffix)
@@ -52,21 +51,18 @@ class Engine(ABC):
         return _in_threads(lambda text: self.encode(text, add, parse), texts)
 
     def offsets_batch(self, texts: list[str], add: bool, parse: bool) -> list[Tokens]:
-        """The same with offsets."""
         return _in_threads(lambda text: self.encode_offsets(text, add, parse), texts)
 
     def decode_batch(self, rows: list[list[int]], skip: bool) -> list[str]:
         return [self.decode(row, skip) for row in rows]
 
     def _tokens(self, ids: list[int], places: list[tuple[int, int]], add: bool) -> Tokens:
-        """Ids and places with what stands around them."""
         if not add or not (self.prefix or self.suffix):
             return Tokens(ids, places)
         before, after = [(0, 0)] * len(self.prefix), [(0, 0)] * len(self.suffix)
         return Tokens([*self.prefix, *ids, *self.suffix], [*before, *places, *after])
 
     def _rows(self, rows: list[list[int]], add: bool) -> list[list[int]]:
-        """Ids of several texts with what stands around them."""
         if add and (self.prefix or self.suffix):
             return [[*self.prefix, *row, *self.suffix] for row in rows]
         return rows
@@ -91,7 +87,6 @@ class HFEngine(Engine):
     """
 
     backend = "tokenizers"
-    __slots__ = ("_encode", "_lock", "_plain", "strict", "tok")
 
     def __init__(
         self, tok: Any, prefix: Sequence[int] = (), suffix: Sequence[int] = (), *, strict: bool = False
@@ -100,8 +95,6 @@ class HFEngine(Engine):
         self.tok = tok
         self.strict = strict
         self._encode = tok.encode
-        self._plain: Any = None
-        self._lock = threading.Lock()
 
     def encode(self, text: str, add: bool, parse: bool) -> list[int]:
         found: list[int] = (self._encode if parse else self._reader(False).encode)(text, None, False, add).ids
@@ -137,23 +130,20 @@ class HFEngine(Engine):
         return next((item for item in ids if type(item) is not int or not 0 <= item < 1 << 32), None)
 
     def _reader(self, parse: bool) -> Any:
-        """The tokenizer, or a second one that reads special tokens in a text as text; made at first need."""
-        if parse:
-            return self.tok
-        if self._plain is None:
-            with self._lock:
-                if self._plain is None:
-                    copied = type(self.tok).from_str(self.tok.to_str())
-                    copied.encode_special_tokens = True
-                    self._plain = copied
-        return self._plain
+        return self.tok if parse else self._plain
+
+    @cached_property
+    def _plain(self) -> Any:
+        """A second tokenizer, which reads special tokens in a text as text; made at first need."""
+        copied = type(self.tok).from_str(self.tok.to_str())
+        copied.encode_special_tokens = True
+        return copied
 
 
 class SentencePieceEngine(Engine):
     """Over `SentencePieceProcessor`; `prefix` and `suffix` are the BOS and EOS it or the configuration asks for."""
 
     backend = "sentencepiece"
-    __slots__ = ("_direct", "sp")
 
     def __init__(self, sp: Any, prefix: Sequence[int] = (), suffix: Sequence[int] = ()) -> None:
         super().__init__(prefix, suffix)
@@ -205,7 +195,6 @@ class TiktokenEngine(Engine):
     """
 
     backend = "tiktoken"
-    __slots__ = ("_core", "_ordinary", "_special", "_special_ids", "enc", "lenient")
 
     def __init__(
         self, enc: Any, prefix: Sequence[int] = (), suffix: Sequence[int] = (), *, lenient: bool = False
@@ -216,7 +205,7 @@ class TiktokenEngine(Engine):
         self._special = enc.special_tokens_set
         self._special_ids = frozenset(enc._special_tokens.values())
         core: Any = getattr(enc, "_core_bpe", None)
-        self._core = core.encode if core is not None and _takes(core, self._special) else self._public
+        self._core = core.encode if _takes(core, self._special) else self._public
         self._ordinary = core.encode_ordinary if hasattr(core, "encode_ordinary") else enc.encode_ordinary
 
     def _public(self, text: str, allowed: Any) -> list[int]:

@@ -161,11 +161,6 @@ class Tokenizer:
     live          made from an object that its owner may still change: only the home engine serves it, uncached
     """
 
-    __slots__ = (
-        "_opened", "_with_offsets", "around", "bos_id", "engines", "eos_id", "fingerprint", "home", "identity", "live",
-        "lz_key", "namespace", "pad_id", "prefix", "source", "splits", "suffix", "tokenizer_id", "vocab_size",
-    )  # fmt: skip
-
     def __init__(self, opened: Opened, *, live: bool = False, namespace: str = "") -> None:
         self._opened = replace(opened, parts=())  # they are large, and of use to a conversion alone
         self.fingerprint, self.vocab_size, self.source = opened.fingerprint, opened.vocab_size, opened.source

@@ -8,7 +8,7 @@ may run only where it was proven to give the same ids.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
@@ -18,9 +18,7 @@ from layerzero.model.context import Context
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, Op
 from layerzero.runtime.current import now, scope
-
-if TYPE_CHECKING:
-    from layerzero_tokenizers.results import TokenBatch, Tokens
+from layerzero_tokenizers.results import TokenBatch, Tokens, cut, pad
 
 _scope = scope.get
 _resolve: Callable[[Any], Any] | None = None
@@ -176,8 +174,6 @@ def tokenize(
         out = miss(TOKENIZE, current_world(), hot_key, args, None, backend)
     if max_length is None and padding is None:
         return out
-    from layerzero_tokenizers.results import cut, pad  # registering the ops needs none of it
-
     around = tokenizer.around if add_special_tokens else (0, 0)
     if max_length is not None:
         out = cut(out, max_length, truncation_side, around)

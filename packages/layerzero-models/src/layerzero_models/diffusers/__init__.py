@@ -14,25 +14,16 @@ from typing import Any
 from torch import nn
 
 from layerzero.errors import InvalidInputError, invalid
+from layerzero_models import patching
 from layerzero_models.diffusers import walk
-from layerzero_models.patching import (
-    Left,
-    Patched,
-    PatchReport,
-    Record,
-    apply,
-    patcher_of,
-    report_of,
-    restore,
-    version_of,
-)
+from layerzero_models.patching import Left, Patched, PatchReport, Record
 
 __all__ = ["patch", "patched", "unpatch", "version"]
 
 
 def version() -> str:
     """The version of diffusers here; an error where there is none, or one older than the dispatcher we enter by."""
-    return version_of("diffusers", (0, 36))
+    return patching.version_of("diffusers", (0, 36))
 
 
 def patch(
@@ -49,7 +40,7 @@ def patch(
     release = version()
     if isinstance(model, nn.Module):
         if patched(model) is None:
-            apply(model, Record(), "diffusers", release, step)
+            patching.apply(model, Record(), "diffusers", release, step)
         return
     done: list[tuple[Any, Any]] = []
     try:
@@ -57,7 +48,7 @@ def patch(
             if patcher.patched(part) is not None:
                 continue
             if patcher.__name__ == __name__:
-                apply(part, Record(), "diffusers", release, step)
+                patching.apply(part, Record(), "diffusers", release, step)
             elif text_encoders:
                 patcher.patch(part)
             done.append((patcher, part))
@@ -70,7 +61,7 @@ def patch(
 def unpatch(model: Any) -> None:
     """Put back what `patch` replaced, in a model or in each model of a pipeline."""
     if isinstance(model, nn.Module):
-        restore(model)
+        patching.restore(model)
         return
     for _, part, patcher in _components(model):
         patcher.unpatch(part)
@@ -79,7 +70,7 @@ def unpatch(model: Any) -> None:
 def patched(model: Any) -> PatchReport | None:
     """What was patched in a model, or in all models of a pipeline together; None where nothing is."""
     if isinstance(model, nn.Module):
-        return report_of(model)
+        return patching.report_of(model)
     parts: list[Patched] = []
     left: list[Left] = []
     sizes: frozenset[int] = frozenset()
@@ -112,7 +103,7 @@ def _components(pipeline: Any) -> Iterator[tuple[str, Any, Any]]:
             continue
         seen.add(id(part))
         try:
-            patcher = patcher_of(part)
+            patcher = patching.patcher_of(part)
         except InvalidInputError:  # a model of a library without a patcher: left alone
             continue
         yield name, part, patcher

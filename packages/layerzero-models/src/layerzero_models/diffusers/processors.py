@@ -42,7 +42,11 @@ def attend(
 
 
 def backend() -> Any:
-    """The member of AttentionBackendName that stands for LayerZero; registered at the first call."""
+    """The member of AttentionBackendName that stands for LayerZero; registered at the first call.
+
+    Newer processors hand q, k and v to `dispatch_attention_fn` with such a name noted on them. The Enum takes no new
+    members by ordinary means, so one is made by hand; `model.set_attention_backend("layerzero")` works then, too.
+    """
     library: Any = importlib.import_module("diffusers.models.attention_dispatch")
     names = library.AttentionBackendName
     member = names._value2member_map_.get(NAME)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,38 +84,35 @@ def _on_device(parents: Any, like: Any) -> Any:
     return parents
 
 
-def _describer(op: str) -> Callable[[Call], Context]:
-    def describe(call: Call) -> Context:
-        draft_ids, draft_probs, target = call.args[0], call.args[1], call.args[2]
-        parents = call.args[3] if op == "sample_tree" else None
-        ids = expect_tensor(draft_ids, "draft_ids")
-        expect_rank(ids, "draft_ids", (2,))
-        expect_index(ids, "draft_ids")
-        batch, length = ids.shape
-        expect_rank(expect_tensor(target, "target_probs"), "target_probs", (3,))
-        vocab = target.shape[-1]
-        expect_vocabulary(target, "target_probs")
-        expect_shape(target, "target_probs", (batch, length + 1, vocab))
-        expect_shape(draft_probs, "draft_probs", (batch, length, vocab))
-        if draft_probs is not None:
-            check_floating(draft_probs, "draft_probs")
-        greedy, generator = call.args[-2:]
-        if not isinstance(greedy, bool):
-            raise invalid("VALUE_INVALID", f"greedy={greedy!r}", "True or False")
-        if parents is not None:
-            checked_parents(parents, (batch, length))
-        needs = {"greedy"} if greedy else set()
-        if draft_probs is None:
-            needs.add("no_draft_probs")
-        check_generator(generator, target)
-        if generator is not None:
-            needs.add("generator")
-        others = {"draft_ids": ids, "draft_probs": draft_probs, "parents": parents}
-        call = Call(call.args, call.device, call.layout, call.backend, False)  # a token has no gradient
-        dims = {"batch": batch, "draft_len": length, "vocab": vocab}
-        return simple_context(call, op, target, others, dims, needs, kind=OpKind.SAMPLING, mixed=True)
-
-    return describe
+def _describe(op: str, call: Call) -> Context:
+    draft_ids, draft_probs, target = call.args[0], call.args[1], call.args[2]
+    parents = call.args[3] if op == "sample_tree" else None
+    ids = expect_tensor(draft_ids, "draft_ids")
+    expect_rank(ids, "draft_ids", (2,))
+    expect_index(ids, "draft_ids")
+    batch, length = ids.shape
+    expect_rank(expect_tensor(target, "target_probs"), "target_probs", (3,))
+    vocab = target.shape[-1]
+    expect_vocabulary(target, "target_probs")
+    expect_shape(target, "target_probs", (batch, length + 1, vocab))
+    expect_shape(draft_probs, "draft_probs", (batch, length, vocab))
+    if draft_probs is not None:
+        check_floating(draft_probs, "draft_probs")
+    greedy, generator = call.args[-2:]
+    if not isinstance(greedy, bool):
+        raise invalid("VALUE_INVALID", f"greedy={greedy!r}", "True or False")
+    if parents is not None:
+        checked_parents(parents, (batch, length))
+    needs = {"greedy"} if greedy else set()
+    if draft_probs is None:
+        needs.add("no_draft_probs")
+    check_generator(generator, target)
+    if generator is not None:
+        needs.add("generator")
+    others = {"draft_ids": ids, "draft_probs": draft_probs, "parents": parents}
+    call = Call(call.args, call.device, call.layout, call.backend, False)  # a token has no gradient
+    dims = {"batch": batch, "draft_len": length, "vocab": vocab}
+    return simple_context(call, op, target, others, dims, needs, kind=OpKind.SAMPLING, mixed=True)
 
 
 def _fake_tokens(draft_ids: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -134,7 +132,7 @@ def _op(function: Callable[..., Any], fake: Callable[..., Any], greedy: int, **m
         fake=fake,
         op_kind=OpKind.SAMPLING,
         output_kind="ids",
-        describe=_describer(name),
+        describe=functools.partial(_describe, name),
         features=("generator", "greedy", "no_draft_probs"),
         reference=f"layerzero_models.drafts.kernels:{name}",
         cost=Roofline(

@@ -1,4 +1,4 @@
-"""How a KV cache stores a token: as it is, or quantized with its scales beside it."""
+"""How tokens come into a KV cache, padded or packed, and how it stores one: as it is, or quantized with its scales."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 import layerzero as lz
 from layerzero import sample
@@ -98,7 +99,8 @@ class TreeDecoder(SpeculativeDecoder):
             logits = self.draft.tree(fed, known - recent, _below(recent, parents))[:, -level:]
             if self.config.greedy:
                 children = logits.topk(min(width, logits.shape[-1]), dim=-1).indices
-                tokens.append(_padded(children, width).flatten(1))
+                # -1 where the vocabulary has fewer tokens than there are children
+                tokens.append(pad(children, (0, width - children.shape[-1]), value=-1).flatten(1))
             else:
                 found, rows = _without_replacement(self.config.probs(logits), width, generator)
                 tokens.append(found.flatten(1))
@@ -110,12 +112,6 @@ class TreeDecoder(SpeculativeDecoder):
 def _below(trunk: int, parents: Tensor) -> Tensor:
     """The parents of a tree that grows from the end of a chain of `trunk` tokens fed with it."""
     return torch.cat((torch.arange(-1, trunk - 1), parents + trunk))
-
-
-def _padded(children: Tensor, width: int) -> Tensor:
-    """-1 where the vocabulary has fewer tokens than there are children."""
-    missing = width - children.shape[-1]
-    return torch.nn.functional.pad(children, (0, missing), value=-1) if missing else children
 
 
 def _without_replacement(probs: Tensor, width: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

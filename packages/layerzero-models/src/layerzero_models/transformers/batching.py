@@ -116,33 +116,21 @@ def attend_batch(
     if isinstance(offsets, dict):
         kind = "full_attention" if sliding_window is None else "sliding_attention"
         offsets, longest = offsets[kind], longest[kind]
+    words = {"scale": scaling, "softcap": softcap, "return_lse": s_aux is not None}
     if rest.get("block_table") is not None:
-        found = _decode(
-            module.layer_idx, packed, key, value, offsets, cache, rest["block_table"], scaling, softcap, s_aux
-        )
-    else:
-        keys, values = _gathered(module.layer_idx, key, value, cache, rest)
-        window = None if sliding_window is None else (sliding_window - 1, 0)
-        found = _varlen(
-            packed, keys, values, rest["cu_seq_lens_q"], offsets, longest_q, longest, scaling, window, softcap, s_aux
-        )
-    return found[None, ..., :width], None
-
-
-def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, scale: float | None,
-    window: tuple[int, int] | None, softcap: float | None, sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    count = query.shape[0]
-    if query.is_cpu:  # what lies behind the last request is padding
-        query = query[: int(cu_q[-1])]
-        key, value = key[: int(cu_k[-1])], value[: int(cu_k[-1])]
+        out = _decode(module.layer_idx, packed, key, value, offsets, cache, rest["block_table"], words, s_aux)
+        return out[None, ..., :width], None
+    keys, values = _gathered(module.layer_idx, key, value, cache, rest)
+    count, ends_q, ends = packed.shape[0], rest["cu_seq_lens_q"].int(), offsets.int()
+    if packed.is_cpu:  # what lies behind the last request is padding
+        packed, keys, values = packed[: int(ends_q[-1])], keys[: int(ends[-1])], values[: int(ends[-1])]
     found = varlen_attention(
-        query, key, value, cu_q.int(), cu_k.int(), max_seqlen_q=max_q, max_seqlen_k=max_k, is_causal="bottom_right",
-        scale=scale, window=window, softcap=softcap, return_lse=sinks is not None,
+        packed, keys, values, ends_q, ends, max_seqlen_q=longest_q, max_seqlen_k=longest, is_causal="bottom_right",
+        window=None if sliding_window is None else (sliding_window - 1, 0), **words,
     )  # fmt: skip
-    out = _shared(found, sinks)
-    return pad(out, (0, 0, 0, 0, 0, count - out.shape[0])) if out.shape[0] != count else out
+    out = _shared(found, s_aux)
+    out = pad(out, (0, 0, 0, 0, 0, count - out.shape[0])) if out.shape[0] != count else out
+    return out[None, ..., :width], None
 
 
 def _shared(found: Any, sinks: Tensor | None) -> Tensor:
@@ -164,7 +152,7 @@ def _gathered(layer: int, key: Tensor, value: Tensor, cache: Any, given: dict[st
 
 def _decode(
     layer: int, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, cache: Any, tables: Tensor,
-    scale: float | None, softcap: float | None, sinks: Tensor | None,
+    words: dict[str, Any], sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """One new token each: written into its page, then attention over the pages."""
     if hasattr(cache, "layer_to_allocator"):
@@ -189,7 +177,6 @@ def _decode(
     if keys.shape[1] > PAGE and keys.shape[1] % PAGE == 0:  # the tables of the plan count pages of this size
         keys, values = (pages.view(-1, PAGE, *pages.shape[2:]) for pages in (keys, values))
     call = (query, keys, values, batch)
-    words = {"scale": scale, "softcap": softcap, "return_lse": sinks is not None}
     if query.is_cpu:
         return _shared(paged_attention(*call, **words), sinks)
     _compile(call, words)

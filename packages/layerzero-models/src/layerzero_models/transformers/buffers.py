@@ -49,17 +49,16 @@ class Buffers:
         found = self.layers.get(index)
         if found is None or not (_alike(found[0], key) and _alike(found[1], value)):
             with torch.inference_mode(False):  # they outlive a caller's inference mode
-                shapes = [(self.batch, item.shape[1], self.places, item.shape[3]) for item in (key, value)]
-                made = [
-                    torch.zeros(shape, dtype=item.dtype, device=item.device)
-                    for shape, item in zip(shapes, (key, value), strict=True)
-                ]
-            found = self.layers[index] = (made[0], made[1])
+                found = self._made(key), self._made(value)
+            self.layers[index] = found
             self.forget()  # what was captured before has other addresses
         return found
 
+    def _made(self, like: Tensor) -> Tensor:
+        shape = (self.batch, like.shape[1], self.places, like.shape[3])
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
     def forget(self) -> None:
-        """Drop what was captured."""
         self.steps.clear()
         self.pool = None
 
@@ -100,7 +99,6 @@ class Lender:
 
     @property
     def memory(self) -> int:
-        """Bytes of all keys and values."""
         return sum(b.memory for b in self.kept)
 
 
@@ -165,7 +163,6 @@ class BufferLayer(_Dynamic):  # type: ignore[misc] # a class of transformers
         return self.length
 
     def keep(self) -> None:
-        """Copy keys and values out of the buffers."""
         self._own = [self._get(0), self._get(1)]
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -198,7 +195,6 @@ class BufferCache(_Cache):  # type: ignore[misc] # a class of transformers
 
     @property
     def length(self) -> int:
-        """Tokens in it."""
         return int(self.layers[0].length)
 
     def reserve(self, batch: int, places: int, ahead: int) -> None:

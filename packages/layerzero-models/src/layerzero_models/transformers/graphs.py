@@ -3,11 +3,10 @@
 Methods of the model are replaced on the instance. `_prepare_cache_for_generation`, which `generate` asks for a
 cache, gives it buffers that stay where they are (buffers.py); where the call, the model or the device rules graphs out,
 transformers makes its own cache as ever and the reason is counted for `lz.patched`. `forward` takes the steps of one
-token over such a cache: captured once for a batch size and a number of places, then replayed. The prompt, and every
-step of a call on the plain path, is the model's own forward over the same cache. What `generate` does with the logits
-(processors, sampling, beams, stopping criteria, streamers) stays transformers' own. A greedy call without processors or
-criteria of the caller's own is asked whether to stop one step late, as transformers does on devices it knows to gain
-by it: the host has the next step ready when the device needs it.
+token over such a cache: captured once for a batch size and a number of places, then replayed. All else is the model's
+own forward over the same cache, and what `generate` does with the logits stays transformers' own. A greedy call without
+processors or criteria of the caller's is asked whether to stop one step late, as transformers does on devices it knows
+to gain by it: the host has the next step ready when the device needs it.
 
 The first two steps of a capture run both ways: a model whose replayed logits are others than its own stays on the plain
 path. Weights that were moved or replaced, and a change of what LayerZero would select, make captures anew at the next
@@ -324,7 +323,6 @@ class Stepper:
         return int(torch.cuda.mem_get_info(device)[1]) // 4 if device.type == "cuda" else sys.maxsize
 
     def report(self, model: Any) -> GraphReport:
-        """What there is now."""
         held = [(b, step) for b in self._lender.kept for step in b.steps.values() if step.checked and not step.why]
         captured = sorted((b.batch, b.places) for b, _ in held)
         plain = dict(self.plain)

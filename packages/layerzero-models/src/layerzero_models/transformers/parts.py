@@ -337,20 +337,17 @@ def gated_apart(self: Any, x: Tensor) -> Tensor:
 class Gated:
     """State of a gated MLP: its two projections in, the one back, the op between.
 
-    `casts` is whether it was seen to cast between projections of two dtypes; up to `few` rows are given to `lz.mlp`.
+    `casts` is whether it was seen to cast between projections of two dtypes; up to `few` rows are given to `lz.mlp`,
+    which calls the activation by its `word`.
     """
 
     both: Neighbours
     down: str
     op: str
     rest: tuple[str, ...]
+    word: str
     casts: bool
-    few: int = 0
-
-    @property
-    def activation(self) -> str:
-        """As `lz.mlp` calls it."""
-        return "gelu_tanh" if self.rest == ("tanh",) else self.op.removesuffix("_and_mul")
+    few: int
 
 
 def _untouched(part: Any) -> bool:
@@ -375,7 +372,7 @@ def gated(self: Any, x: Tensor) -> Tensor:
     if self.training or not both.together() or (mixed and not state.casts):
         return type(self).forward(self, x)  # type: ignore[no-any-return]
     if not mixed and x.numel() <= state.few * x.shape[-1] and both.bias is None and _untouched(down):
-        return quick.public("mlp", x, both.weight, down._parameters["weight"], None, state.activation)  # type: ignore[no-any-return]
+        return quick.public("mlp", x, both.weight, down._parameters["weight"], None, state.word)  # type: ignore[no-any-return]
     wide = quick.activate(state.op, both.product(x, both.weight, both.bias), state.rest)
     out: Tensor = down(wide.to(down.weight.dtype) if mixed else wide)
     return out

@@ -22,8 +22,6 @@ from layerzero_models.transformers.parts import Linears, Neighbours, few_rows, u
 
 _log = logging.getLogger("layerzero.transformers")
 
-# What can be left out with `skip=`; also what other packages bring, by the names of their steps.
-KINDS = ("attention", "experts", "norm", "rope", "mlp", "projections", "residual", "linear", "embedding")
 # The entry points by which packages bring such steps.
 STEPS = "layerzero.transformers"
 _GATES = (("gate_proj", "up_proj", "down_proj", "act_fn"), ("wi_0", "wi_1", "wo", "act"))
@@ -77,11 +75,7 @@ def patch(
             known.report = replace(known.report, left=tuple(known.left))
         return known.report
     version = enable_transformers()
-    steps = {
-        "attention": _attention, "experts": _experts, "norm": _norms, "rope": _rope, "mlp": _mlps,
-        "projections": _projections, "residual": _residual, "linear": _linears, "embedding": _embeddings,
-    }  # fmt: skip
-    steps |= {kind: entry.load() for kind, entry in brought.items() if kind not in skip}
+    steps = _OWN_STEPS | {kind: entry.load() for kind, entry in brought.items() if kind not in skip}
     left_out = {*skip, *(() if joined else ("projections", "residual"))}
     chosen = [step for kind, step in steps.items() if kind not in left_out]
     if graphs:
@@ -259,7 +253,7 @@ def _gated(name: str, module: Any, names: tuple[str, str, str, str], record: _Re
     casts = gate.weight.dtype is not down.weight.dtype
     both = Neighbours((gate, up))
     record.neighbours.append((name, module, both))
-    state = parts.Gated(both, names[2], op, rest, casts, few_rows("mlp", both.weight))
+    state = parts.Gated(both, names[2], *found, casts, few_rows("mlp", both.weight))
     _forward(record, name, module, op, parts.gated, state)
 
 
@@ -323,6 +317,14 @@ def _residual(model: Any, record: _Record) -> None:
             _forward(record, name, layer, "add_rms_norm", made[case], parts.Following(following))
 
 
+_OWN_STEPS: dict[str, Callable[[Any, _Record], None]] = {
+    "attention": _attention, "experts": _experts, "norm": _norms, "rope": _rope, "mlp": _mlps,
+    "projections": _projections, "residual": _residual, "linear": _linears, "embedding": _embeddings,
+}  # fmt: skip
+# What can be left out with `skip=`; also what other packages bring, by the names of their steps.
+KINDS = tuple(_OWN_STEPS)
+
+
 # -- captured steps ------------------------------------------------------------------------------------
 def _graphs(model: Any, record: Record, memory: int | None) -> None:
     from layerzero_models.transformers import graphs  # with its caches, which are classes of transformers
@@ -342,7 +344,10 @@ def _graphs(model: Any, record: Record, memory: int | None) -> None:
 
 @contextmanager
 def redirected(call: Callable[..., Any]) -> Iterator[None]:
-    """Within the block models that are patched inside it call an op as `call(op, *args, **kwargs)`."""
+    """Within the block models that are patched inside it call an op as `call(op, *args, **kwargs)`.
+
+    `lz verify` names and watches every kernel so.
+    """
 
     def norm(gemma: bool, x: Tensor, weight: Tensor, eps: float, facts: Any) -> Any:
         return call("gemma_rms_norm" if gemma else "rms_norm", x, weight, eps)
