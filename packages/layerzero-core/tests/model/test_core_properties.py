@@ -31,10 +31,9 @@ from layerzero.plugin.manager import load_plugins
 from layerzero.reasons import Reason, ReasonCategory, ReasonCode, reason
 from layerzero.registry.kernels import KernelRegistry
 from layerzero.runtime.current import builtin_ops
-from layerzero.selection.buckets import boundaries, find
 from layerzero.selection.cache import SHARDS, shard_index
 from layerzero.selection.engine import select
-from layerzero.selection.world import World
+from layerzero.selection.world import World, boundaries, find
 
 PROVE = os.environ.get("LAYERZERO_PROVE") == "1"
 _PLANNED: dict[str, int] = {}

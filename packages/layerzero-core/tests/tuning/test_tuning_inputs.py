@@ -13,7 +13,7 @@ from layerzero.errors import InvalidInputError
 from layerzero.model.dispatch_table import situation
 from layerzero.recording.tally import strides_of
 from layerzero.runtime.state import state
-from layerzero.selection.buckets import bucketed
+from layerzero.selection.world import bucketed
 from layerzero.tuning.inputs import build, buildable, conditions
 from layerzero_verify.testing.cases import cases_of, load_cases
 

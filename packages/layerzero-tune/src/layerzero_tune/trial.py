@@ -13,6 +13,7 @@ tuning is no request.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,6 @@ from layerzero.errors import TuningError
 from layerzero.measurements.believed import NOISE, judged, platform_of, versions_of
 from layerzero.model.context import Context
 from layerzero.model.decision import Expectation
-from layerzero.model.op import OperationSpec
 from layerzero.perfdb.measurement import Measurement, Surroundings
 from layerzero.runtime.proof_registry import proof_registry
 from layerzero.runtime.state import state
@@ -33,7 +33,7 @@ from layerzero.selection.world import World, measurement_settings
 from layerzero.telemetry.events import observed
 from layerzero.tuning.inputs import ArgumentStrides, Call, build, buildable, conditions
 from layerzero_tune.candidates import Bench
-from layerzero_tune.rows import refused_row, row, surroundings, torch_row
+from layerzero_tune.rows import refused_row, row, surroundings
 from layerzero_tune.ruled_out import chosen_now, margin, ruled_out, slower
 from layerzero_tune.timing.baselines import TORCH_DEFAULT, loses
 from layerzero_tune.timing.host_load import load, others, with_little_steal
@@ -144,16 +144,14 @@ def trial(
         measuring = measurement_settings(here, jit=jit)
         ctx = describe(spec, first.args, first.layout, None, measuring)
         # Nothing captures while a call is made; one that is meant for a graph is timed as a replayed one.
-        ctx = replace(
-            ctx, notes=(), scale=context.scale, dropout_p=context.dropout_p, capturing=context.capturing
-        )  # fmt: skip
+        ctx = replace(ctx, notes=(), scale=context.scale, dropout_p=context.dropout_p, capturing=context.capturing)
         bench = Bench(spec, ctx, call, measuring, late)
         bench.thorough = thorough
         out = _admitted(bench, only, {} if thorough else ruled_out(ctx, here, measuring))
         before = load()
         while True:
             for tries in range(_tries(ctx, thorough) if patient else 1, 0, -1):
-                found = _timed(here, bench, spec, ctx, seconds, least, noise, patient)
+                found = _timed(here, bench, ctx, seconds, least, noise, patient)
                 if not found.lost or tries == 1:
                     break
             kept = _still_out(out, found)
@@ -167,9 +165,9 @@ def trial(
     if not ctx.needs_grad and here.registry is state.world.registry:
         proof_registry.tuned(ctx, bench.errors)
     around = surroundings(ctx, found.stolen, busy)
-    wrong = [refused_row(here, spec, ctx, name, verdict, around) for name, verdict in bench.wrong.items()]
+    wrong = [refused_row(here, ctx, name, verdict, around) for name, verdict in bench.wrong.items()]
     refused = {**bench.absent, **{name: verdict.why for name, verdict in bench.wrong.items()}}
-    made = [] if found.lost else _rows(here, bench, spec, ctx, found, around)
+    made = [] if found.lost else _rows(here, bench, found, around)
     return replace(
         found, refused=refused, seconds=time.monotonic() - begin, busy=busy, before=chosen_now(ctx, here),
         ruled_out=out, late=tuple(sorted(bench.late)), rows=(*made, *(item for item in wrong if item is not None)),
@@ -197,34 +195,27 @@ def _still_out(out: Mapping[str, Expectation], found: Trial) -> Mapping[str, Exp
     return slower(out, fastest / found.torch.median_us)
 
 
-def _timed(
-    here: World, bench: Bench, spec: OperationSpec, ctx: Context, seconds: float, least: int, noise: float,
-    patient: bool,
-) -> Trial:  # fmt: skip
+def _timed(here: World, bench: Bench, ctx: Context, seconds: float, least: int, noise: float, patient: bool) -> Trial:
     """One race, and what selection would make of it."""
-    (found, clear), stolen = (
-        with_little_steal(lambda: bench.timed(seconds, least, noise), patient=patient)
-        if ctx.device.device_type == "cpu"
-        else (bench.timed(seconds, least, noise), 0.0)
-    )
+    once = functools.partial(bench.timed, seconds, least, noise)
+    on_cpu = ctx.device.device_type == "cpu"
+    (found, clear), stolen = with_little_steal(once, patient=patient) if on_cpu else (once(), 0.0)
     times = {name: item for name, item in found.items() if name != TORCH_DEFAULT}
     plain = found.get(TORCH_DEFAULT)
     errors = {name: bench.errors[name] for name in times}
     told = Trial(ctx, times, errors, {}, winner_of(times, noise), clear, 0.0, stolen=stolen, torch=plain)
-    rows = [item for item in _rows(here, bench, spec, ctx, told, Surroundings()) if item.kernel_id != TORCH_DEFAULT]
+    rows = [item for item in _rows(here, bench, told, Surroundings()) if item.kernel_id != TORCH_DEFAULT]
     weighed = judged(rows, platform_of(ctx.device), lambda name: versions_of(here.registry, name)).times
     choice = leader(weighed, NOISE) if weighed else told.winner
     lost = plain is not None and loses(times[choice], plain, noise)
     return replace(told, choice=choice, lost=lost)
 
 
-def _rows(
-    here: World, bench: Bench, spec: OperationSpec, ctx: Context, found: Trial, around: Surroundings
-) -> list[Measurement]:
+def _rows(here: World, bench: Bench, found: Trial, around: Surroundings) -> list[Measurement]:
     """The times as they are stored: of every kernel, and of torch's own code, which selection passes over."""
-    made = [row(here, spec, ctx, name, times, found.errors[name], around) for name, times in found.times.items()]
+    made = [row(here, found.context, name, us, found.errors[name], around) for name, us in found.times.items()]
     if found.torch is not None:
-        made.append(torch_row(spec, ctx, found.torch, bench.plain_error, around))
+        made.append(row(here, found.context, TORCH_DEFAULT, found.torch, bench.plain_error, around))
     return [item for item in made if item is not None]
 
 

@@ -1,7 +1,7 @@
 """Bucketed keys of attention: the hot key with the KV length replaced by its bucket.
 
 A decode loop meets a new exact key at every step; its bucketed key stays the same until a bucket ends. Both lead to
-the same bound kernel, because a decision holds for the whole bucket (`layerzero.selection.buckets`).
+the same bound kernel, because a decision holds for the whole bucket (`layerzero.selection.world`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _EDGES = "attention edges"
 
 def remember_edges(world: World) -> None:
     """Put the bucket ends of the KV length where `bucketed_key` finds them; None where the length is keyed exactly."""
-    from layerzero.selection.buckets import boundaries
+    from layerzero.selection.world import boundaries
 
     world.memo[_EDGES] = boundaries(world, "attention", "seq_len_k")
 
@@ -33,7 +33,7 @@ def buckets_of(world: World, op: str, sizes: tuple[int, ...], *axes: str) -> tup
     """The number of the bucket of each size; the size itself on an axis that is keyed exactly."""
     found = world.memo.get((op, axes))
     if found is None:
-        from layerzero.selection.buckets import boundaries
+        from layerzero.selection.world import boundaries
 
         found = world.memo[op, axes] = [boundaries(world, op, axis) for axis in axes]
     return tuple(

@@ -158,11 +158,13 @@ def import_adapters(where: torch.device) -> tuple[str, ...]:
     if world.policy.jit != "background" or where.type != "cuda":
         return ()
     device = DeviceSpec.detect(str(where))
+    sm = device.sm_version or 0
     homes: dict[str, KernelSpec] = {}
     for kernel in world.registry.kernels.values():
         backend = world.registry.backends.get(kernel.backend)
         usable = (backend is None or backend.available) and kernel.backend not in world.enclosed
-        if usable and compiles_elsewhere(kernel) and _is_for(kernel, device):
+        fits = device.platform in kernel.platforms and (kernel.min_sm or 0) <= sm <= (kernel.max_sm or sm)
+        if usable and fits and compiles_elsewhere(kernel):
             homes.setdefault(kernel.function.partition(":")[0], kernel)
     missing = {home: kernel for home, kernel in homes.items() if not _modules(kernel, world) <= sys.modules.keys()}
     return tuple(home for home, kernel in missing.items() if _imported(kernel, world, began) is None)
@@ -173,11 +175,6 @@ def _modules(kernel: KernelSpec, world: World) -> set[str]:
     backend = world.registry.backends.get(kernel.backend)
     vendor = "" if backend is None else backend.vendor_module
     return {kernel.function.partition(":")[0], *filter(None, (vendor,))}
-
-
-def _is_for(kernel: KernelSpec, device: DeviceSpec) -> bool:
-    sm = device.sm_version or 0
-    return device.platform in kernel.platforms and (kernel.min_sm or 0) <= sm <= (kernel.max_sm or sm)
 
 
 def _imported(kernel: KernelSpec, world: World, began: int) -> Reason | None:

@@ -31,10 +31,9 @@ from layerzero.model.op import Call, OperationSpec
 from layerzero.reasons import ReasonCategory
 from layerzero.runtime.current import scope
 from layerzero.runtime.state import state
-from layerzero.selection.buckets import bucketed
 from layerzero.selection.engine import follow, select
 from layerzero.selection.filter import is_empty
-from layerzero.selection.world import World
+from layerzero.selection.world import World, bucketed
 from layerzero.telemetry.events import details, observed
 
 _log = logging.getLogger("layerzero.dispatch")

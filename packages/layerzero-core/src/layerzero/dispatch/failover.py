@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -186,33 +188,26 @@ def remember(bound: Bound, kernel_id: str) -> None:
 
 
 # -- around a run ---------------------------------------------------------------------------------------------------
-class Running:
+@contextmanager
+def running(bound: Bound, world: World, ctx: Context) -> Iterator[None]:
     """Around the run of a cold call: a crash marker in case the process ends in it; the GPU is waited for once.
 
     Errors of a GPU come late. Waiting after the first run of each kernel on a device makes the first thing that goes
     wrong the fault of the kernel that did it. Never inside a capture, where waiting is an error.
     """
-
-    __slots__ = ("_bound", "_device", "_markers", "_slot")
-
-    def __init__(self, bound: Bound, world: World, ctx: Context) -> None:
-        self._bound, self._device = bound, ctx.device
-        apart = bound.kernel.backend in world.enclosed  # its crash is not ours
-        self._markers, self._slot = (None, None) if apart or ctx.capturing else first_run(bound.kernel, ctx.device)
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, where: Any) -> None:
-        try:
-            if kind is None and self._slot is not None and self._device.device_type == "cuda":
-                key = (self._bound.kernel_id, device_label(self._device.device_type, self._device.index))
-                if key not in _settled:
-                    torch.cuda.current_stream(self._device.index).synchronize()
-                    _settled.add(key)
-        finally:
-            if self._markers is not None:
-                self._markers.leave(self._slot)
+    device = ctx.device
+    apart = bound.kernel.backend in world.enclosed  # its crash is not ours
+    markers, slot = (None, None) if apart or ctx.capturing else first_run(bound.kernel, device)
+    try:
+        yield
+        if slot is not None and device.device_type == "cuda":
+            key = (bound.kernel_id, device_label(device.device_type, device.index))
+            if key not in _settled:
+                torch.cuda.current_stream(device.index).synchronize()
+                _settled.add(key)
+    finally:
+        if markers is not None:
+            markers.leave(slot)
 
 
 def check_device(tensors: list[Tensor]) -> None:

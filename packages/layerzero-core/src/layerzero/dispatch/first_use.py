@@ -1,14 +1,11 @@
-"""The first answer of a kernel that nothing vouches for: held against the baseline before it is used.
+"""The first answer of a kernel that nothing vouches for: held against the baseline before it is used (docs/health.md).
 
-Called by a cold call whose kernel has no proof for such calls. The caller gets the result of the baseline, the torch
-code that somebody without LayerZero would run; the kernel runs beside it on copies and is compared, with one
-vector-Jacobian product where a gradient is asked for. Where they differ, the reference in float64 says who is wrong.
-A kernel that is right is remembered and runs the next call; one that is wrong goes into quarantine.
-
-Inputs that are zero, constant or not finite show nothing, a baseline that would take long or much memory is not run,
-and under hooks on saved tensors (a checkpoint) forward and recomputation must be one kernel's: then a drawn example is
-checked instead, and the call goes on with whatever is proven afterwards. One check at a time; meanwhile other calls are
-served by what is proven. A check that found out nothing is made again after two calls of its kind, then four …
+The caller gets the result of the baseline; the kernel runs beside it on copies and is compared, with one
+vector-Jacobian product where a gradient is asked for. A kernel that is right is remembered and runs the next call; one
+that is wrong goes into quarantine. Where the numbers of a call show nothing, its baseline is too dear, or hooks on
+saved tensors (a checkpoint) want forward and recomputation by one kernel, a drawn example is checked instead. One check
+at a time; meanwhile other calls are served by what is proven. A check that found out nothing is made again after two
+calls of its kind, then four …
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from layerzero.device.memory import free_bytes
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import Bound, GuardFailed, bind
 from layerzero.dispatch.example_calls import example, price_us
-from layerzero.dispatch.failover import Running, charge_memory, lost_device, out_of_memory, untold
+from layerzero.dispatch.failover import charge_memory, lost_device, out_of_memory, running, untold
 from layerzero.errors import KernelExecutionError, LayerZeroError, from_outside
 from layerzero.forking import fresh_lock
 from layerzero.model.context import Context
@@ -191,7 +188,7 @@ def _on_call(case: _Case, base: _Base) -> tuple[_Verdict, Served]:
     served = base.served(base.kernel_id, args)
     try:
         with _undisturbed(ctx):
-            with Running(bound, world, ctx):
+            with running(bound, world, ctx):
                 got = bound.run(*mine)
             wrong, error = _differs(ctx, got, served.result, args)
             if wrong is None and ctx.needs_grad:
@@ -219,7 +216,7 @@ def _on_example(case: _Case) -> _Verdict:
         return _Verdict(None, why="no example can be drawn")
     bound, call, described = made
     try:
-        with _undisturbed(case.ctx), Running(bound, case.world, described):
+        with _undisturbed(case.ctx), running(bound, case.world, described):
             return _judged(case.spec, described, bound, call)
     except Exception as raised:
         return _raised(described, bound, raised, call)

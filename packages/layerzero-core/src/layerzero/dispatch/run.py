@@ -9,7 +9,7 @@ from torch import Tensor
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import Bound, GuardFailed, bind
 from layerzero.dispatch.decide import current_world, decide, describe
-from layerzero.dispatch.failover import Running, check_device, fail_over, remember, set_aside
+from layerzero.dispatch.failover import check_device, fail_over, remember, running, set_aside
 from layerzero.dispatch.hot import HOT_LIMIT
 from layerzero.dispatch.traced_calls import bypass
 from layerzero.errors import BackendNotAvailableError, KernelExecutionError
@@ -74,7 +74,7 @@ def miss(
         world.tally.met(world.hot, (key, bucketed), ctx, bound, args)
     remember(bound, bound.kernel_id)
     try:
-        with Running(bound, world, ctx):
+        with running(bound, world, ctx):
             return bound.run(*args)
     except Exception as error:
         return recover(spec, world, bound, args, layout, backend, error)

@@ -228,9 +228,9 @@ class HealthRegistry:
     def backend_succeeded(self, backend: str) -> BreakerState:
         return self._step("backend", backend, on_success)
 
-    def due(self, now: float | None = None) -> tuple[tuple[str, str], ...]:
+    def due(self) -> tuple[tuple[str, str], ...]:
         """("kernel" or "backend", name) of every breaker whose cooldown is over and that is open still."""
-        now = self._clock() if now is None else now
+        now = self._clock()
         with self._lock:
             return tuple(
                 (kind, name)
@@ -247,9 +247,9 @@ class HealthRegistry:
                 self._states[kind][name] = reopened(before, self._clock(), error)
                 self._snapshot = None
 
-    def tick(self, now: float | None = None, only: Collection[tuple[str, str]] | None = None) -> bool:
+    def tick(self, only: Collection[tuple[str, str]] | None = None) -> bool:
         """Move every breaker whose cooldown is over (or `only` these of them) to half-open; True if any did."""
-        now = self._clock() if now is None else now
+        now = self._clock()
         with self._lock:
             changed = False
             for kind, states in self._states.items():
@@ -263,12 +263,11 @@ class HealthRegistry:
         self._tell(health)
         return changed
 
-    def next_deadline(self, now: float | None = None) -> float | None:
-        """Clock time at which `tick` next has something to do (never before `now`), or None."""
-        now = self._clock() if now is None else now
+    def next_deadline(self) -> float | None:
+        """Clock time at which `tick` next has something to do (never in the past), or None."""
         with self._lock:
             waits = [until(s, self._settings) for states in self._states.values() for s in states.values() if s.blocks]
-        return max(now, min(waits)) if waits else None
+        return max(self._clock(), min(waits)) if waits else None
 
     def configure(self, settings: BreakerSettings) -> None:
         """Use other settings from now on; open breakers follow the new cooldown at the next tick."""

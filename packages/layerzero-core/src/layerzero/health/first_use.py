@@ -12,7 +12,6 @@ import json
 import os
 import stat
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,18 +69,13 @@ class FirstUses:
                 known = self.kinds(who)
                 if len(known) >= _MAX_KINDS:
                     known = {}
-                self._write(who, {**known, kind: error})
+                data: dict[str, Any] = {"schema_version": _SCHEMA_VERSION, **who._asdict()}
+                data |= {"kinds": dict(sorted({**known, kind: error}.items())), "written": round(time.time())}
+                write_whole(self.folder / who.file, json.dumps(data, indent=1) + "\n")
         except OSError as problem:
             self.problem = reason("CONFIG_INVALID", f"{self.folder}: {problem}", "a folder that can be written")
             return False
         return True
-
-    def _write(self, who: Checked, kinds: Mapping[str, float]) -> None:
-        data: dict[str, Any] = {
-            "schema_version": _SCHEMA_VERSION, **who._asdict(), "kinds": dict(sorted(kinds.items())),
-            "written": round(time.time()),
-        }  # fmt: skip
-        write_whole(self.folder / who.file, json.dumps(data, indent=1) + "\n")
 
     def _ours(self, found: os.stat_result, what: Path) -> bool:
         if ours_alone(found):

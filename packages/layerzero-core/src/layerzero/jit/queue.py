@@ -28,7 +28,7 @@ MAX_WAITING = 1_024
 AT_EXIT_S = 30.0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Job:
     """One artifact to compile, urgent ones first, by `work`; `timed` ones are late after the queue's limit."""
 
@@ -37,6 +37,8 @@ class Job:
     artifact: Artifact
     work: Callable[[], object]
     timed: bool = True
+    left: bool = False  # whether it has given its place back
+    timer: threading.Timer | None = None
 
     @property
     def backend(self) -> str:
@@ -82,7 +84,6 @@ class Queue:
     def wait(self, artifacts: Iterable[Artifact] | None = None, timeout_s: float | None = None) -> frozenset[Artifact]:
         """Wait until these are done (None: all, forgotten ones too); those under way after the time are returned."""
         asked = None if artifacts is None else frozenset(artifacts)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
 
         def left() -> frozenset[Artifact]:
             if asked is None:
@@ -90,11 +91,7 @@ class Queue:
             return asked & self._known.keys()
 
         with self._changed:
-            while left():
-                rest = None if deadline is None else deadline - time.monotonic()
-                if rest is not None and rest <= 0:
-                    break
-                self._changed.wait(rest)
+            self._changed.wait_for(lambda: not left(), timeout_s)
             return left()
 
     @property
@@ -138,16 +135,15 @@ class Queue:
             job = min(self._waiting, key=lambda job: (not job.urgent, running[job.backend], job.number))
             self._waiting.remove(job)
             self._begun.append(job)
-            place = _Place()
-            thread = threading.Thread(target=self._run, args=(job, place), name="layerzero-jit", daemon=True)
+            thread = threading.Thread(target=self._run, args=(job,), name="layerzero-jit", daemon=True)
             self._threads.add(thread)
             thread.start()
             if job.timed:
-                timer = threading.Timer(self.timeout_s, self._late, args=(job, place))
-                timer.daemon, place.timer = True, timer
-                timer.start()
+                job.timer = threading.Timer(self.timeout_s, self._late, args=(job,))
+                job.timer.daemon = True
+                job.timer.start()
 
-    def _run(self, job: Job, place: _Place) -> None:
+    def _run(self, job: Job) -> None:
         try:
             job.work()
         except Exception:
@@ -155,31 +151,25 @@ class Queue:
         finally:
             with self._changed:
                 self._threads.discard(threading.current_thread())
-                if not place.left:
-                    self._leave(job, place)
+                if not job.left:
+                    self._leave(job)
 
-    def _late(self, job: Job, place: _Place) -> None:
+    def _late(self, job: Job) -> None:
         with self._changed:
-            if place.left:
+            if job.left:
                 return
             forgotten = self._known.get(job.artifact) is not job
-            self._leave(job, place)
+            self._leave(job)
         if not forgotten:
             self._on_late(job.artifact)
 
-    def _leave(self, job: Job, place: _Place) -> None:
+    def _leave(self, job: Job) -> None:
         """Give the place back. The lock is held."""
-        place.left = True
-        if place.timer is not None:
-            place.timer.cancel()
+        job.left = True
+        if job.timer is not None:
+            job.timer.cancel()
         self._begun.remove(job)
         if self._known.get(job.artifact) is job:
             del self._known[job.artifact]
         self._advance()
         self._changed.notify_all()
-
-
-@dataclass
-class _Place:
-    left: bool = False
-    timer: threading.Timer | None = None

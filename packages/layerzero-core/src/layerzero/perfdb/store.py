@@ -61,11 +61,30 @@ def is_ours(start: bytes) -> bool:
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Bring a database of version 1 to this one, inside a transaction: one more column, and no row is touched."""
-    names = {row[1] for row in connection.execute("PRAGMA table_info(measurements)")}
-    if "threads" not in names:
-        connection.execute(f"ALTER TABLE measurements ADD COLUMN threads {_THREADS}")
-    connection.execute(f"PRAGMA user_version = {VERSION}")
+    """Bring a database of version 1 to this one: one more column, no row is touched. What may only be read stays."""
+    try:
+        with transaction(connection):
+            names = {row[1] for row in connection.execute("PRAGMA table_info(measurements)")}
+            if "threads" not in names:
+                connection.execute(f"ALTER TABLE measurements ADD COLUMN threads {_THREADS}")
+            connection.execute(f"PRAGMA user_version = {VERSION}")
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN):
+            raise
+        as_before(connection)
+
+
+@contextlib.contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """All of it is on disk afterwards, or nothing."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):
+            connection.execute("ROLLBACK")
+        raise
 
 
 def as_before(connection: sqlite3.Connection) -> None:
@@ -222,11 +241,10 @@ class PerfDB:
             if version not in (0, 1, VERSION):
                 raise sqlite3.DatabaseError(f"schema version {version}, known: {VERSION}")
             if version == 0:
-                connection.execute("BEGIN IMMEDIATE")
-                create(connection)
-                connection.execute("COMMIT")
+                with transaction(connection):
+                    create(connection)
             elif version == 1:
-                _migrated(connection)
+                migrate(connection)
         except BaseException:
             connection.close()
             raise
@@ -249,16 +267,9 @@ class PerfDB:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction: all of it is on disk afterwards, or nothing."""
         connection = self._connection()
-        connection.execute("BEGIN IMMEDIATE")
-        try:
+        with transaction(connection):
             yield connection
-            connection.execute("COMMIT")
-        except BaseException:
-            with contextlib.suppress(sqlite3.Error):
-                connection.execute("ROLLBACK")
-            raise
 
     def close(self) -> None:
         held = self._held()
@@ -328,20 +339,6 @@ class PerfDB:
         if saved:
             with contextlib.suppress(sqlite3.Error), self.writing() as connection:
                 connection.executemany(_INSERT, [to_row(item) for item in saved])
-
-
-def _migrated(connection: sqlite3.Connection) -> None:
-    """Bring a database of version 1 up to date; one that may only be read is read as it is."""
-    try:
-        connection.execute("BEGIN IMMEDIATE")
-        migrate(connection)
-        connection.execute("COMMIT")
-    except sqlite3.OperationalError as error:
-        with contextlib.suppress(sqlite3.Error):
-            connection.execute("ROLLBACK")
-        if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN):
-            raise
-        as_before(connection)
 
 
 def _salvage(path: Path) -> Iterator[Measurement]:

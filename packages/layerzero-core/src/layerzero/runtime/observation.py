@@ -263,8 +263,7 @@ def _handler(target: str | os.PathLike[str] | IO[str] | None) -> logging.Handler
 def from_environment(settings: Any) -> None:
     """What LAYERZERO_METRICS, LAYERZERO_TRACE, LAYERZERO_LOG and LAYERZERO_REDACT ask for, for the whole process."""
     if settings.log is not None:
-        patterns: bool | tuple[str, ...] = settings.redact or False
-        patterns = True if patterns == ("1",) else patterns
+        patterns = True if settings.redact == ("1",) else settings.redact or False
         where = None if settings.log in ("json", "text") else settings.log
         structured_logs(where, json=settings.log != "text", redact=patterns)
     if settings.metrics is not None or settings.trace is not None:

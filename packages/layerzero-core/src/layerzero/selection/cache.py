@@ -15,10 +15,11 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import asdict, dataclass
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from layerzero.errors import ConfigurationError, SelectionTimeoutError, from_outside
+from layerzero.json_form import Plain
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -33,7 +34,7 @@ def shard_index(key: Hashable, shards: int = SHARDS) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheStats:
+class CacheStats(Plain):
     """Counters since the cache was made. `entries` counts stored slots, invalidated ones included until dropped."""
 
     entries: int
@@ -46,9 +47,6 @@ class CacheStats:
     evictions: int
     expirations: int
     invalidations: int
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class _Ticker:
@@ -66,40 +64,34 @@ class _Ticker:
         return self.tick() - self._own
 
 
+@dataclass(slots=True, eq=False)
 class _Entry(Generic[V]):
-    __slots__ = ("epoch", "expires_at", "used", "value", "version")
-
-    def __init__(self, value: V, epoch: int, version: int, expires_at: float | None, used: int) -> None:
-        self.value = value
-        self.epoch = epoch
-        self.version = version
-        self.expires_at = expires_at
-        self.used = used
+    value: V
+    epoch: int
+    version: int
+    expires_at: float | None
+    used: int
 
 
+@dataclass(slots=True, eq=False)
 class _Flight(Generic[V]):
     """A computation under way, for one key and one version."""
 
-    __slots__ = ("done", "epoch", "error", "owner", "result", "version")
-
-    def __init__(self, epoch: int, version: int) -> None:
-        self.epoch = epoch
-        self.version = version
-        self.owner = threading.get_ident()
-        self.done = threading.Event()
-        self.result: tuple[V] | None = None  # a 1-tuple, so that a computed None is a result
-        self.error: Exception | None = None
+    epoch: int
+    version: int
+    owner: int = field(default_factory=threading.get_ident)
+    done: threading.Event = field(default_factory=threading.Event)
+    result: tuple[V] | None = None  # a 1-tuple, so that a computed None is a result
+    error: Exception | None = None
 
 
+@dataclass(slots=True, eq=False)
 class _Shard(Generic[K, V]):
-    __slots__ = ("entries", "flights", "lock", "stored_under", "version")
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.version = 0
-        self.stored_under = (0, 0)  # the (epoch, version) that all entries share
-        self.entries: dict[K, _Entry[V]] = {}
-        self.flights: dict[K, _Flight[V]] = {}
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    version: int = 0
+    stored_under: tuple[int, int] = (0, 0)  # the (epoch, version) that all entries share
+    entries: dict[K, _Entry[V]] = field(default_factory=dict)
+    flights: dict[K, _Flight[V]] = field(default_factory=dict)
 
 
 class SelectionCache(Generic[K, V]):

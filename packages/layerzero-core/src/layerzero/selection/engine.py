@@ -28,12 +28,11 @@ from layerzero.model.op import OperationSpec
 from layerzero.model.situation import kind_of
 from layerzero.policy.rules import judge
 from layerzero.reasons import Reason, ReasonCategory, ReasonCode, reason
-from layerzero.selection.buckets import bucketed
 from layerzero.selection.filter import Filtered, examine, is_empty
 from layerzero.selection.memory import estimate
 from layerzero.selection.score import UNMEASURED_STEP, Expected, by_expectation, measured_part, rank, score
 from layerzero.selection.transforms import ISOLATED
-from layerzero.selection.world import Proofs, World
+from layerzero.selection.world import Proofs, World, bucketed
 
 # Fields of a Context that are values, not metadata: no key holds them, so no rule may look at them.
 VALUES = frozenset({"scale", "dropout_p", "notes"})

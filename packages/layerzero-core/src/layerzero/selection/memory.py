@@ -15,7 +15,7 @@ from layerzero.model.context import Context, element_bytes
 from layerzero.model.decision import Transform
 from layerzero.model.kernel import KernelSpec
 from layerzero.reasons import Reason, reason
-from layerzero.selection.transforms import ISOLATED
+from layerzero.selection.transforms import ISOLATED, cached
 from layerzero.selection.world import World
 
 _MIB = 1 << 20
@@ -55,17 +55,12 @@ def free_on(ctx: Context, world: World) -> int | None:
     return found.get(device_name(ctx)) if isinstance(found, Mapping) else found
 
 
-def room(ctx: Context, world: World) -> int | None:
-    """What a kernel may take: free memory less what the policy keeps free. None: no limit is known."""
-    free = free_on(ctx, world)
-    return None if free is None else max(0, free - int((world.policy.memory_headroom_mb or 0) * _MIB))
-
-
 def objection(kernel: KernelSpec, ctx: Context, transforms: Iterable[Transform], world: World) -> Reason | None:
     """MEMORY_HEADROOM_EXCEEDED with need and room, or None."""
-    limit = room(ctx, world)
-    if limit is None:
+    free = free_on(ctx, world)
+    if free is None:
         return None
+    limit = max(0, free - int((world.policy.memory_headroom_mb or 0) * _MIB))
     found = estimate(kernel, ctx, transforms)
     if found.total <= limit:
         return None
@@ -102,10 +97,7 @@ def _copied(step: str, ctx: Context) -> int:
     if kind == "expand_kv":
         return 2 * _product(ctx, "batch", "num_heads", "seq_len_k", "head_dim") * size
     if kind == "cast_kv":
-        used = (ctx.batch or 0) * -(-(ctx.seq_len_k or 0) // (ctx.dim("page_size") or 1))
-        pages = min(ctx.dim("num_blocks") or 0, used)
-        widths = (ctx.head_dim or 0) + (ctx.dim("head_dim_v") or 0)
-        return pages * _product(ctx, "page_size", "num_kv_heads") * widths * element_bytes(how.partition("->")[2])
+        return cached(ctx) * element_bytes(how.partition("->")[2])
     if kind == "mask":
         heads = _product(ctx, "batch", "num_heads") if how in ("alibi", "mask") else 1
         return heads * _product(ctx, "seq_len_q", "seq_len_k") * (1 if how in ("causal", "window") else size)

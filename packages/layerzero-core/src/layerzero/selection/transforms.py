@@ -43,6 +43,14 @@ def elements(ctx: Context) -> int:
     return math.prod(max(1, size) for size in sizes.values())
 
 
+def cached(ctx: Context) -> int:
+    """Elements of a paged cache that a call reads: the pages in use, or all where that is less."""
+    page = ctx.dim("page_size") or 1
+    pages = min(ctx.dim("num_blocks") or 0, (ctx.batch or 0) * -(-(ctx.seq_len_k or 0) // page))
+    widths = (ctx.head_dim or 0) + (ctx.dim("head_dim_v") or 0)
+    return pages * page * (ctx.num_kv_heads or 0) * widths
+
+
 def _layout(kernel: KernelSpec, ctx: Context) -> Transform | None:
     if ctx.op != "attention":
         return None
@@ -84,14 +92,10 @@ def _unify(kernel: KernelSpec, ctx: Context) -> Transform | None:
 
 
 def _cast_kv(kernel: KernelSpec, ctx: Context) -> Transform | None:
-    """The cache in the dtype of the query: the pages in use, or all where that is less."""
+    """The cache in the dtype of the query."""
     if ctx.op != "paged_attention" or ctx.dtype not in kernel.dtypes:
         return None
-    page, blocks = ctx.dim("page_size") or 1, ctx.dim("num_blocks") or 0
-    pages = min(blocks, (ctx.batch or 0) * -(-(ctx.seq_len_k or 0) // page))
-    widths = (ctx.head_dim or 0) + (ctx.dim("head_dim_v") or 0)
-    count = pages * page * (ctx.num_kv_heads or 0) * widths
-    return Transform(f"cast_kv:{ctx.kv_cache_dtype}->{ctx.dtype}", copy_cost_us(ctx, count, 6))
+    return Transform(f"cast_kv:{ctx.kv_cache_dtype}->{ctx.dtype}", copy_cost_us(ctx, cached(ctx), 6))
 
 
 def _rescale(kernel: KernelSpec, ctx: Context) -> Transform | None:

@@ -2,11 +2,16 @@
 
 A World is never changed: new policy, health, measurements or kernels make a new World. Each World owns
 its hot table, so swapping the World drops every cached choice at once and no stale one can survive.
+
+Sizes that change from call to call are put into buckets, so that a decode loop stays hot. A bucket ends at every power
+of two and wherever any kernel's declared limit or any policy rule could change its mind. Inside one bucket every
+constraint therefore gives the same answer, and a decision made for one length holds for all of them.
 """
 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,10 +22,11 @@ from layerzero.health.breaker import Health
 from layerzero.model.artifact import Artifact
 from layerzero.model.config import Policy
 from layerzero.model.context import Context
-from layerzero.model.decision import Expectation
+from layerzero.model.decision import Bucket, Expectation
 from layerzero.model.kernel import BackendSpec, KernelSpec
 from layerzero.model.op import OperationSpec
 from layerzero.model.situation import draws
+from layerzero.policy.rules import has_exact, thresholds
 from layerzero.reasons import Reason
 from layerzero.registry.kernels import KernelRegistry
 
@@ -28,6 +34,7 @@ if TYPE_CHECKING:
     from layerzero.model.dispatch_table import DispatchTable
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+_POWERS = tuple(2**i for i in range(48))  # beyond any axis: every length has a bucket
 
 
 @dataclass(frozen=True)
@@ -144,20 +151,51 @@ def unchecked(spec: OperationSpec, kernel: KernelSpec, ctx: Context, world: Worl
 
 def unproven(kernel: KernelSpec, ctx: Context, world: World) -> bool:
     """Whether nothing vouches for a kernel here: no kit, no check, no measurement with its error."""
-    return proof(kernel, ctx, world) is None
-
-
-def proof(kernel: KernelSpec, ctx: Context, world: World) -> str | None:
-    """By what a kernel is proven for such calls, in words; None where it is not."""
     if world.proofs is None or world.policy.on_first_use == "off":
-        return "not asked for"
+        return False
     grouped = world.ranks is not None
-    found = world.proofs.of(kernel, ctx, grouped)
-    if found is None and not grouped and world.measurements.lookup(kernel.kernel_id, ctx) is not None:
-        return "measured"
-    return found
+    if world.proofs.of(kernel, ctx, grouped) is not None:
+        return False
+    return grouped or world.measurements.lookup(kernel.kernel_id, ctx) is None
 
 
 def closed(ctx: Context) -> bool:
     """Where nothing can be checked: inside a capture or a compiled graph, and where numbers are drawn."""
     return ctx.capturing or "graph" in ctx.needs or draws(ctx)
+
+
+def boundaries(world: World, op: str, axis: str) -> tuple[int, ...] | None:
+    """Last values of the buckets of an axis, ascending; None when the axis must be keyed exactly."""
+    key = (op, axis)
+    if key not in world.memo:
+        kernels = world.registry.by_op(op)
+        if has_exact(world.policy, op, axis) or any(kernel.exact(axis) for kernel in kernels):
+            world.memo[key] = None
+        else:
+            cuts = {cut for kernel in kernels for cut in kernel.cuts(axis)}
+            cuts.update(thresholds(world.policy, op, axis))
+            if world.table is not None:
+                cuts.update(world.table.edges(op, axis))
+            world.memo[key] = tuple(sorted({0, *_POWERS, *(cut for cut in cuts if cut > 0)}))
+    return world.memo[key]  # type: ignore[no-any-return]
+
+
+def find(edges: Sequence[int] | None, value: int) -> tuple[int, int]:
+    """The bucket (low, high) that holds a value; exact axes give (value, value)."""
+    if edges is None or value > edges[-1]:
+        return value, value
+    index = bisect_left(edges, value)
+    low = edges[index - 1] + 1 if index else value
+    return low, edges[index]
+
+
+def bucketed(world: World, ctx: Context, growing: Sequence[str]) -> tuple[Context, tuple[Bucket, ...]]:
+    """The context with each growing size replaced by the end of its bucket, and the buckets."""
+    found: list[Bucket] = []
+    sizes = dict(ctx.dims)
+    for axis in growing:
+        if axis in sizes:
+            low, high = find(boundaries(world, ctx.op, axis), sizes[axis])
+            found.append(Bucket(axis, low, high))
+            sizes[axis] = high
+    return replace(ctx, dims=tuple(sizes.items())), tuple(found)

@@ -24,10 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.dispatch import compiling as jit
-from layerzero.dispatch.beside import compile_elsewhere, compiles_elsewhere
 from layerzero.dispatch.bind import bind
 from layerzero.dispatch.decide import decide
-from layerzero.dispatch.first_use import ahead
 from layerzero.errors import ConfigurationError, LayerZeroError
 from layerzero.files import write_whole
 from layerzero.jit import cache as jit_cache
@@ -234,7 +232,8 @@ def warm(
             break
         result.asked.update(jobs)
         # A backend that compiles all its kernels at once does so first, while the others compile theirs.
-        hooks = _hooks() if turn == 0 else []
+        manager = state.plugin_manager
+        hooks = [] if turn or manager is None else manager.hook.layerzero_warmup.get_hookimpls()
         if callable(kernels):
             backends = {job.kernel_id.partition(".")[0] for job in jobs.values()}
             hooks = [impl for impl in hooks if impl.plugin_name in backends]
@@ -332,6 +331,7 @@ def each_once(names: list[str], world: World) -> list[str]:
 
 def _compile(job: _Job, result: Warmup, told: Told | None) -> None:
     """In a thread of the queue: build the call's tensors, compile, and write down what became of it."""
+    from layerzero.dispatch.beside import compile_elsewhere, compiles_elsewhere
     from layerzero.tuning.inputs import build
 
     if job.began != state.generation:
@@ -368,6 +368,8 @@ def _prove(ctx: Context) -> None:
         kernel = world.registry.kernels.get(decision.chosen)
         if kernel is None or kernel.kernel_id in checked or not unchecked(spec, kernel, ctx, world):
             return
+        from layerzero.dispatch.first_use import ahead
+
         checked.add(kernel.kernel_id)
         try:
             ahead(spec, ctx, world, bind(spec, decision, world))
@@ -388,12 +390,6 @@ def _bind(ctx: Context) -> int:
         _log.warning("%s cannot be made ready: %s", ctx.op, error)
         return 0
     return 1
-
-
-def _hooks() -> list[Any]:
-    """What backends have that do their own part of a warm-up."""
-    manager = state.plugin_manager
-    return [] if manager is None else manager.hook.layerzero_warmup.get_hookimpls()
 
 
 def _call(hooks: Iterable[Any], items: Iterable[Item]) -> None:

@@ -33,10 +33,9 @@ from layerzero.model.context import Context
 from layerzero.model.decision import Decision
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
-from layerzero.selection.buckets import boundaries
 from layerzero.selection.compiled import asked, in_graph
 from layerzero.selection.engine import select
-from layerzero.selection.world import World, unchecked
+from layerzero.selection.world import World, boundaries, unchecked
 from layerzero.torch_ops import traced
 
 # Sizes beyond this are not tried: no axis of a model is longer.

@@ -17,13 +17,11 @@ from layerzero.measurements.believed import mode_of, platform_of, versions_of
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.model.dispatch_table import DispatchTable, PlanEntry, bucket_sizes, situation
-from layerzero.model.op import OperationSpec
 from layerzero.perfdb.measurement import GROWING, Measurement, upper
 from layerzero.perfdb.store import PerfDB
-from layerzero.selection.buckets import boundaries, bucketed
 from layerzero.selection.engine import select
 from layerzero.selection.filter import artifact_for, is_empty
-from layerzero.selection.world import World
+from layerzero.selection.world import World, boundaries, bucketed
 from layerzero.tables.file import hardware_of, make_table
 from layerzero_tune.perfdb.exchange import bucket_words
 from layerzero_tune.rows import stored_row
@@ -42,7 +40,7 @@ def solve_table(
     entries: dict[tuple[object, ...], PlanEntry] = {}
     kernels: dict[str, str] = {}
     for ctx in here:
-        entry = _entry(ctx, free, free.ops[ctx.op], buckets, db)
+        entry = _entry(ctx, free, buckets, db)
         if entry is not None:
             entries[entry.op, entry.when, entry.sizes] = entry
             kernels[entry.kernel_id] = free.registry.kernels[entry.kernel_id].version
@@ -76,14 +74,14 @@ def _edges(contexts: list[Context], world: World) -> Edges:
     return found
 
 
-def _entry(ctx: Context, world: World, spec: OperationSpec, buckets: Edges, db: PerfDB | None) -> PlanEntry | None:
-    canonical, _ = bucketed(world, ctx, spec.growing)
+def _entry(ctx: Context, world: World, buckets: Edges, db: PerfDB | None) -> PlanEntry | None:
+    canonical, _ = bucketed(world, ctx, world.ops[ctx.op].growing)
     sizes = bucket_sizes(canonical, buckets.get(ctx.op, {}))
     decision = select(ctx, world)
     if sizes is None or not decision.chosen:
         return None
     kernel = world.registry.kernels[decision.chosen]
-    row = None if db is None else stored_row(world, spec, canonical, decision.chosen, db)
+    row = None if db is None else stored_row(world, canonical, decision.chosen, db)
     time, error, busy = (None, None, False) if row is None else (row.median_us, row.max_error, row.surroundings.shared)
     artifact = (str(artifact_for(kernel, canonical, world)),) if kernel.jit else ()
     return PlanEntry(ctx.op, situation(canonical), sizes, decision.chosen, time, error, artifact, bool(busy))
