@@ -17,7 +17,7 @@ __all__ = ["PAGE", "main", "page", "readers"]
 
 PAGE = ROOT / "docs" / "settings.md"
 # what declares or carries settings does not read them
-_CARRIERS = ("settings.py", "kinds.py", "env.py", "model/config.py", "policy/schema.py")
+_CARRIERS = ("settings.py", "kinds.py", "env.py", "model/config.py")
 _HEAD = """\
 # Settings
 

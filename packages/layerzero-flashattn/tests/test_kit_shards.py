@@ -17,14 +17,13 @@ SCRIPT = """
 import json, torch
 from layerzero_verify.testing.pytest_plugin import GROUPS, Kit
 from layerzero.device.catalogue import named_device
-from layerzero.plugin.vendor import hardware_reasons
 from layerzero_verify.testing.cases import cases_of, dtypes_of
 from layerzero_verify.testing.run import context
 from layerzero_verify.testing.suite.shards import shard
 
 h200, cpu = named_device("h200"), torch.device("cpu")
 kit = Kit.open("layerzero_flashattn.plugin")
-kit.device_for = lambda spec: "not here" if hardware_reasons(spec, h200) else (cpu, h200)
+kit.device_for = lambda spec: "not here" if spec.check_device(h200) else (cpu, h200)
 wanted = [spec for spec in kit.kernels if spec.backend in ("flashattn3", "flashattn4")]
 here = [spec for spec in wanted if kit.device_for(spec) != "not here"]
 cases = []

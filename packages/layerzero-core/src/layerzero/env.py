@@ -1,9 +1,7 @@
 """The environment as read: every LAYERZERO_* variable of the settings table (`layerzero.settings`).
 
-`read()` gives a frozen `Env`; nothing else in LayerZero looks at os.environ for settings. A value that cannot be
-understood raises ConfigurationError with the variable, the value and what is expected. A LAYERZERO_* name that is not
-known here may belong to a plugin, so it is no error: it is kept in `Env.unknown` with the nearest known name, for
-`lz doctor` to show, since a misspelt variable has no effect.
+Nothing else in LayerZero looks at os.environ for settings. A LAYERZERO_* name that is not known here may belong to a
+plugin, so it is no error: `Env.unknown` keeps it with the nearest known name, for `lz doctor` to show.
 
 Two families carry a name inside the variable's name, in any case, with `__` for the dot:
 `LAYERZERO_LOCK_ATTENTION=sdpa.attention.flash`, `LAYERZERO_BOOST_SDPA__ATTENTION__FLASH=15`.
@@ -50,15 +48,14 @@ def read(environ: Mapping[str, str] | None = None) -> Env:
     values: dict[str, Any] = {}
     unknown: list[tuple[str, str | None]] = []
     named: dict[str, dict[str, Any]] = {family: {} for family in _FAMILIES}
-    found = (os.environ if environ is None else environ).items()
-    for name, raw in sorted((name, text.strip()) for name, text in found if name.startswith(PREFIX)):
+    given = (os.environ if environ is None else environ).items()
+    for name, raw in sorted((name, text.strip()) for name, text in given if name.startswith(PREFIX)):
         family = next((prefix for prefix in _FAMILIES if name.startswith(prefix) and name != prefix), None)
         if family is not None and raw:
             target = name.removeprefix(family).lower().replace("__", ".")
             if target in named[family]:
-                raise ConfigurationError(
-                    f"two variables {family}… name {target}", value=target, limit="one", hint="unset one"
-                )
+                text = f"two variables {family}… name {target}"
+                raise ConfigurationError(text, value=target, limit="one", hint="unset one")
             named[family][target] = _parse(name, raw, _FAMILIES[family])
         elif name in _SINGLE and (raw or name == "LAYERZERO_PLUGINS"):
             values[_SINGLE[name].attribute] = _parse(name, raw, _SINGLE[name])
@@ -80,9 +77,8 @@ def _parse(name: str, raw: str, setting: Setting) -> Any:
     try:
         return (setting.said or setting.kind).parse(raw)
     except ValueError as expected:
-        raise ConfigurationError(
-            f"{name}={raw!r} is not understood, expected {expected}", value=f"{name}={raw}", limit=str(expected)
-        ) from None
+        text = f"{name}={raw!r} is not understood, expected {expected}"
+        raise ConfigurationError(text, value=f"{name}={raw}", limit=str(expected)) from None
 
 
 def _nearest(name: str) -> str | None:

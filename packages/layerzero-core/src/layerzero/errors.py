@@ -1,4 +1,26 @@
-"""Every exception LayerZero raises on purpose; each is a LayerZeroError.
+"""Every exception LayerZero raises on purpose.
+
+    LayerZeroError
+     ├─ InvalidInputError (ValueError,       the caller's arguments cannot mean anything; torch raises a
+     │                     RuntimeError)     RuntimeError for most of them
+     ├─ UnknownNameError (LookupError)       an op, kernel, backend or device that does not exist
+     ├─ NoKernelFoundError                   nothing, not even the reference, may run
+     ├─ LockedKernelError                    the op is locked to a kernel that cannot run
+     ├─ KernelExecutionError                 every candidate raised, or a retry was not safe
+     │   └─ DeviceLostError                  the device answers nothing more to this process
+     ├─ CudaGraphUnsafeError                 no graph-safe kernel inside a capture
+     ├─ BackendNotAvailableError             the backend is not installed or does not work here
+     ├─ ConfigurationError                   a setting, file or variable is wrong
+     │   ├─ PolicyValidationError            a policy file or rule is wrong (line and key named)
+     │   ├─ CapabilitiesError                a capabilities.json is wrong (key named)
+     │   └─ DispatchTableError               a dispatch table is missing, damaged or edited
+     ├─ PluginError                          a plugin broke the contract
+     ├─ PackageMissingError (ImportError)    a package beside the core is not installed
+     ├─ PlanMismatchError                    a checked plan was called with other arguments
+     ├─ SelectionTimeoutError (TimeoutError) waiting for a selection took too long
+     ├─ TuningError                          a call cannot be measured here
+     ├─ DistributedError                     ranks disagree, or one does not answer
+     └─ CacheCorruptionError                 a stored cache cannot be trusted
 
 Each carries `.code` (a ReasonCode) and `.reasons` (all that apply, the first being the cause).
 """
@@ -105,7 +127,7 @@ class LockedKernelError(NoKernelFoundError, code="LOCKED_KERNEL_UNAVAILABLE"):
 
 
 class KernelExecutionError(LayerZeroError, code="KERNEL_RAISED"):
-    """Every candidate raised, or a kernel did and trying another was not safe."""
+    """A kernel raised and no other candidate could take over."""
 
 
 class DeviceLostError(KernelExecutionError, code="DEVICE_LOST"):
@@ -142,7 +164,7 @@ class CapabilitiesError(ConfigurationError, code="SCHEMA_INVALID"):
 
 
 class DispatchTableError(ConfigurationError, code="PLAN_FILE_INVALID"):
-    """A dispatch table is missing, damaged or edited, or does not hold here."""
+    """A dispatch table cannot be read or does not hold here."""
 
 
 class PackageMissingError(LayerZeroError, ImportError, code="PACKAGE_MISSING"):

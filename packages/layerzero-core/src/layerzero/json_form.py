@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -34,3 +36,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     return str(value)
+
+
+def digest(value: Any, **how: Any) -> str:
+    """The sha256 over the JSON of a value, whatever the order of its keys; `how` is for `json.dumps`."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), **how)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -36,9 +36,8 @@ class Reason(Plain):
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Reason:
         """The inverse of `to_json`. Raises ValueError for an unknown code."""
-        return Reason(
-            ReasonCode(data["code"]), data["message"], data.get("value"), data.get("limit"), data.get("hint", "")
-        )
+        code = ReasonCode(data["code"])
+        return Reason(code, data["message"], data.get("value"), data.get("limit"), data.get("hint", ""))
 
     def __str__(self) -> str:
         return f"{self.code.value}: {self.message}"

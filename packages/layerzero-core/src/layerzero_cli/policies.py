@@ -110,7 +110,7 @@ def init(file: Path) -> Answer:
     The JSON Schema is written beside it and named in its first line: editors complete and check by it.
     """
     from layerzero.files import write_whole
-    from layerzero.policy.schema import commented, json_schema
+    from layerzero.policy.load import commented, json_schema
 
     schema = file.with_suffix(".schema.json")
     if file.suffix not in (".yaml", ".yml"):
@@ -128,7 +128,7 @@ def init(file: Path) -> Answer:
 @verb(policy, "schema")
 def schema() -> Answer:
     """Print the JSON Schema of the policy file, for editors."""
-    from layerzero.policy.schema import json_schema
+    from layerzero.policy.load import json_schema
 
     data = dict(json_schema())
     return Answer(data, [Line(json.dumps(data, indent=2))])

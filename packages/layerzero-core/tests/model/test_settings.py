@@ -9,8 +9,7 @@ import pytest
 
 from layerzero.model.config import BreakerSettings, CacheSettings, Policy
 from layerzero.policy.layers import PolicyLayer, merge
-from layerzero.policy.load import from_mapping
-from layerzero.policy.schema import json_schema
+from layerzero.policy.load import from_mapping, json_schema
 from layerzero.settings import GROUPS, POLICY, SETTINGS, VARIABLES, default
 
 KEYED = [item for item in SETTINGS if item.key]

@@ -10,10 +10,9 @@ import pytest
 from layerzero import env
 from layerzero.errors import ConfigurationError, PolicyValidationError
 from layerzero.policy.layers import merge
-from layerzero.policy.load import discover, from_bytes, from_mapping, load_discovered, load_file, mistakes
+from layerzero.policy.load import discover, from_bytes, from_mapping, json_schema, load_discovered, load_file, mistakes
 from layerzero.policy.parse import MAX_BYTES, MAX_DEPTH
 from layerzero.policy.rules import evaluate
-from layerzero.policy.schema import json_schema
 
 FLASH = "sdpa.attention.flash"
 EVERYTHING = """\

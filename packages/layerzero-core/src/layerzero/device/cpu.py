@@ -11,11 +11,10 @@ import platform as host
 from collections.abc import Mapping
 from typing import Any
 
-from layerzero.device.memory import text_of
+from layerzero.device.memory import host_bytes, text_of
 from layerzero.device.spec import DeviceSpec, InstructionFamily, Platform, canonical_cpu_feature
 
 _CPUINFO = "/proc/cpuinfo"
-_MEMINFO = "/proc/meminfo"
 
 # Only what a kernel may ask for; the hundred other flags of a cpuinfo line would only make signatures differ.
 _KNOWN = frozenset({
@@ -80,7 +79,7 @@ def cpu_spec(torch: Any, *, cpuinfo: str | None = None, machine: str | None = No
         vendor=vendor,
         instruction_families=cpu_families(features),
         cpu_features=features,
-        memory_bytes=_total_memory(),
+        memory_bytes=host_bytes("MemTotal", "SC_PHYS_PAGES") or 0,
         torch_version=str(torch.__version__),
         supports_bf16=True,
         supports_fp16=True,
@@ -109,13 +108,3 @@ def _identity(info: Mapping[str, str], machine: str) -> tuple[str, str]:
         return _ARM_PARTS.get(part, f"{machine} part {part}" if part else machine), vendor
     name = host.processor() or machine
     return name, "apple" if host.system() == "Darwin" and machine == "arm64" else ""
-
-
-def _total_memory() -> int:
-    for line in text_of(_MEMINFO).splitlines():
-        if line.startswith("MemTotal:"):
-            return int(line.split()[1]) * 1024
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return 0

@@ -59,8 +59,9 @@ def cuda_spec(torch: Any, index: int, *, generations: GenerationMap = DEFAULT_GE
 def rocm_spec(torch: Any, index: int) -> DeviceSpec:
     """Describe one AMD GPU. There is no SM version; routing reads `gfx` and the MFMA family."""
     found = torch.cuda.get_device_properties(index)
+    gfx = re.match(r"gfx[0-9a-f]+", str(getattr(found, "gcnArchName", "")))
     return amd_spec(
-        _gfx_name(found),
+        gfx[0] if gfx else None,
         name=str(found.name),
         index=index,
         memory_bytes=int(found.total_memory),
@@ -131,11 +132,6 @@ def _from_torch(torch: Any) -> str | None:
     except Exception:  # no driver behind this torch
         return None
     return f"cuda {number // 1000}.{number % 1000 // 10}" if number else None
-
-
-def _gfx_name(found: Any) -> str | None:
-    match = re.match(r"gfx[0-9a-f]+", str(getattr(found, "gcnArchName", "")))
-    return match[0] if match else None
 
 
 def _first_line(path: str) -> str | None:

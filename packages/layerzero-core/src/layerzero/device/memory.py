@@ -34,9 +34,7 @@ def free_bytes(device: torch_module.device | str | None = None, *, torch: Any = 
 
 def available_host_bytes(meminfo: str | None = None, *, cgroup: str = _CGROUP) -> int | None:
     """What the host can still give, and no more than the container's limit leaves."""
-    text = text_of(_MEMINFO) if meminfo is None else meminfo
-    found = [line.split()[1] for line in text.splitlines() if line.startswith("MemAvailable:")]
-    free = int(found[0]) * 1024 if found and found[0].isdigit() else _sysconf_free()
+    free = host_bytes("MemAvailable", "SC_AVPHYS_PAGES", meminfo)
     limit, used = text_of(f"{cgroup}/memory.max").strip(), text_of(f"{cgroup}/memory.current").strip()
     if limit.isdigit() and used.isdigit():
         left = max(0, int(limit) - int(used))
@@ -44,9 +42,14 @@ def available_host_bytes(meminfo: str | None = None, *, cgroup: str = _CGROUP) -
     return free
 
 
-def _sysconf_free() -> int | None:
+def host_bytes(field: str, pages: str, meminfo: str | None = None) -> int | None:
+    """A field of /proc/meminfo (or of its text), else what sysconf says of `pages`; None where neither speaks."""
+    for line in (text_of(_MEMINFO) if meminfo is None else meminfo).splitlines():
+        name, _, size = line.partition(":")
+        if name == field and size.split()[0].isdigit():
+            return int(size.split()[0]) * 1024
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf(pages)
     except (AttributeError, ValueError, OSError):
         return None
 

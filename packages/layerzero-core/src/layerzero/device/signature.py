@@ -7,8 +7,6 @@ parses whole files, descriptions and all, which takes ten milliseconds for torch
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform as host
 import sys
@@ -16,9 +14,10 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
-from importlib_metadata import distributions
+import importlib_metadata
 
 from layerzero.device.spec import DeviceSpec, Platform
+from layerzero.json_form import digest
 
 
 def installed_version(dist: str) -> str | None:
@@ -26,7 +25,7 @@ def installed_version(dist: str) -> str | None:
 
     The folder that an uninstall left behind has none.
     """
-    found = distributions(name=dist, path=there(tuple(sys.path)))
+    found = importlib_metadata.distributions(name=dist, path=there(tuple(sys.path)))
     return next((version for item in found if (version := identity(item)[1])), None)
 
 
@@ -79,8 +78,7 @@ def backend_versions(
 
 def environment_signature(spec: DeviceSpec) -> str:
     """Short stable hash of the device, torch, driver and backend versions."""
-    text = json.dumps([spec.signature, list(spec.backend_versions)], separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return digest([spec.signature, list(spec.backend_versions)])[:16]
 
 
 # A kernel that was right on one member of a family of devices may be trusted on the others.

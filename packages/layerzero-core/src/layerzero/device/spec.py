@@ -7,8 +7,6 @@ Nothing here looks at the machine but `DeviceSpec.detect`. `layerzero.device.pro
 from __future__ import annotations
 
 import enum
-import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -16,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from layerzero.errors import CapabilitiesError
-from layerzero.json_form import Plain
+from layerzero.json_form import Plain, digest
 
 if TYPE_CHECKING:
     import torch
@@ -57,9 +55,6 @@ class InstructionFamily(enum.StrEnum):
     AMX = "amx"
 
 
-_F = InstructionFamily
-_G = GPUGeneration
-
 # Launch limits shared by every CUDA device LayerZero knows.
 CUDA_MAX_GRID = (2**31 - 1, 65535, 65535)
 CUDA_MAX_THREADS_PER_BLOCK = 1024
@@ -79,9 +74,9 @@ class GenerationRange:
         return self.min_sm <= sm and (self.max_sm is None or sm <= self.max_sm)
 
 
+_G = GPUGeneration
 _UNKNOWN_ROW = GenerationRange(0, None, _G.UNKNOWN, 0, frozenset())
-_MMA = frozenset({_F.MMA})
-_TCGEN05 = frozenset({_F.MMA, _F.TCGEN05})
+_MMA = frozenset({InstructionFamily.MMA})
 
 # The tensor-core column is the specification's (Turing 3, Ada 3); NVIDIA itself counts Turing 2 and Ada 4.
 # Routing must read the families, which are the hardware's: SM12x is Blackwell without tcgen05.
@@ -90,9 +85,8 @@ _DEFAULT_ROWS = (
     GenerationRange(75, 79, _G.TURING, 3, _MMA),
     GenerationRange(80, 87, _G.AMPERE, 3, _MMA),
     GenerationRange(89, 89, _G.ADA_LOVELACE, 3, _MMA),
-    GenerationRange(90, 99, _G.HOPPER, 4, frozenset({_F.MMA, _F.WGMMA})),
-    GenerationRange(100, 109, _G.BLACKWELL, 5, _TCGEN05),
-    GenerationRange(110, 119, _G.BLACKWELL, 5, _TCGEN05),
+    GenerationRange(90, 99, _G.HOPPER, 4, _MMA | {InstructionFamily.WGMMA}),
+    GenerationRange(100, 119, _G.BLACKWELL, 5, _MMA | {InstructionFamily.TCGEN05}),
     GenerationRange(120, None, _G.BLACKWELL, 5, _MMA),  # beyond what is known: promise only the oldest family
 )
 
@@ -108,47 +102,44 @@ class GenerationMap:
 
     def lookup(self, sm: int | None) -> GenerationRange:
         """The row of an SM version (90 for SM 9.0). Unknown or None gives the UNKNOWN row, never an exception."""
-        if sm is not None:
-            for row in self.rows:
-                if sm in row:
-                    return row
-        return _UNKNOWN_ROW
+        return next((row for row in self.rows if sm is not None and sm in row), _UNKNOWN_ROW)
 
-    def override(self, descriptor: Mapping[str, Mapping[str, Any]]) -> GenerationMap:
+    def override(self, descriptor: Mapping[str, Mapping[str, Any]], where: str = "generations") -> GenerationMap:
         """A new map in which the ranges of `descriptor` come first.
 
         Keys are "89", "75-79" or "130+"; values may set `generation`, `tensor_core_generation` and
         `instruction_families`, and inherit what they leave out from the row of their first SM. This is the
-        `generations` part of a capabilities descriptor. Raises CapabilitiesError naming the wrong key.
+        `generation_map` of a capabilities descriptor. Raises CapabilitiesError naming the wrong key, below `where`.
         """
-        return GenerationMap(tuple(self._row(key, row) for key, row in descriptor.items()) + self.rows)
+        rows = tuple(self._row(key, row, f"{where}.{key}") for key, row in descriptor.items())
+        return GenerationMap(rows + self.rows)
 
-    def _row(self, text: str, given: Mapping[str, Any]) -> GenerationRange:
-        where = f"generations.{text}"
+    def _row(self, text: str, given: Mapping[str, Any], where: str) -> GenerationRange:
         match = _RANGE_TEXT.match(str(text))
         if match is None:
-            raise CapabilitiesError(f"{where}: expected a range such as '89', '75-79' or '130+'", key=where, value=text)
+            raise _wrong(where, "expected a range such as '89', '75-79' or '130+'", text)
         low = int(match[1])
         high = None if match[2] else int(match[3] or low)
         if high is not None and high < low:
-            raise CapabilitiesError(f"{where}: the range ends before it begins", key=where, value=text)
+            raise _wrong(where, "the range ends before it begins", text)
         if not isinstance(given, Mapping):
-            raise CapabilitiesError(f"{where}: expected a mapping, got {type(given).__name__}", key=where, value=given)
+            raise _wrong(where, f"expected a mapping, got {type(given).__name__}", given)
         for key in given:
             if key not in _ROW_KEYS:
-                raise CapabilitiesError(
-                    f"{where}.{key}: unknown field", key=f"{where}.{key}", code="SCHEMA_FIELD_UNKNOWN", value=key,
-                    limit=_ROW_KEYS,
-                )  # fmt: skip
+                raise _wrong(f"{where}.{key}", "unknown field", key, _ROW_KEYS, "SCHEMA_FIELD_UNKNOWN")
         base = self.lookup(low)
         tensor_core = given.get("tensor_core_generation", base.tensor_core_generation)
         if isinstance(tensor_core, bool) or not isinstance(tensor_core, int) or not 0 <= tensor_core <= 5:
-            key = f"{where}.tensor_core_generation"
-            raise CapabilitiesError(f"{key}: expected 0 to 5, got {tensor_core!r}", key=key, value=tensor_core, limit=5)
-        return GenerationRange(
-            low, high, _generation(given.get("generation", base.generation), where), tensor_core,
-            _families(given.get("instruction_families", base.families), where),
-        )  # fmt: skip
+            raise _wrong(f"{where}.tensor_core_generation", f"expected 0 to 5, got {tensor_core!r}", tensor_core, 5)
+        generation = _generation(given.get("generation", base.generation), f"{where}.generation")
+        families = _families(given.get("instruction_families", base.families), f"{where}.instruction_families")
+        return GenerationRange(low, high, generation, tensor_core, families)
+
+
+def _wrong(
+    where: str, text: str, value: object, limit: object = None, code: str = "SCHEMA_INVALID"
+) -> CapabilitiesError:
+    return CapabilitiesError(f"{where}: {text}", key=where, code=code, value=value, limit=limit)
 
 
 def _generation(value: Any, where: str) -> GPUGeneration:
@@ -157,18 +148,18 @@ def _generation(value: Any, where: str) -> GPUGeneration:
     try:
         return GPUGeneration[str(value).upper()]
     except KeyError:
-        key, known = f"{where}.generation", ", ".join(member.name for member in GPUGeneration)
-        raise CapabilitiesError(f"{key}: {value!r} is none of {known}", key=key, value=value, limit=known) from None
+        known = ", ".join(member.name for member in GPUGeneration)
+        raise _wrong(where, f"{value!r} is none of {known}", value, known) from None
 
 
 def _families(value: Iterable[str], where: str) -> frozenset[InstructionFamily]:
-    key, known = f"{where}.instruction_families", ", ".join(InstructionFamily)
+    known = ", ".join(InstructionFamily)
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise CapabilitiesError(f"{key}: expected a list of {known}", key=key, value=value, limit=known)
+        raise _wrong(where, f"expected a list of {known}", value, known)
     try:
         return frozenset(InstructionFamily(item) for item in value) - {InstructionFamily.NONE}
     except ValueError as error:
-        raise CapabilitiesError(f"{key}: {error}; known: {known}", key=key, value=str(error), limit=known) from None
+        raise _wrong(where, f"{error}; known: {known}", str(error), known) from None
 
 
 DEFAULT_GENERATIONS = GenerationMap()
@@ -271,15 +262,13 @@ class DeviceSpec(Plain):
 
         Equal GPUs of one machine share it (no index); backend versions are left to the caches that name kernels.
         """
-        return _digest(self._silicon() | {
-            "cuda": self.cuda_version, "rocm": self.rocm_version, "driver": self.driver_version,
-            "torch": self.torch_version,
-        })  # fmt: skip
+        versions = {"cuda": self.cuda_version, "rocm": self.rocm_version, "driver": self.driver_version}
+        return digest({**self._silicon(), **versions, "torch": self.torch_version})[:16]
 
     @cached_property
     def hardware_signature(self) -> str:
         """Like `signature`, for the silicon alone: survives upgrades of torch, toolkit and driver."""
-        return _digest(self._silicon())
+        return digest(self._silicon())[:16]
 
     def _silicon(self) -> dict[str, Any]:
         gpu = self.platform is not Platform.CPU
@@ -318,8 +307,3 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "backend_versions": lambda named: tuple(dict(named).items()),
     "max_grid": lambda sizes: (sizes[0], sizes[1], sizes[2]),
 }
-
-
-def _digest(parts: Mapping[str, Any]) -> str:
-    text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -9,16 +9,16 @@ kernel id (`sdpa.attention.flash`) or the backend name (`sdpa`). A rule or lock 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Final
 
 from layerzero.errors import ConfigurationError
-from layerzero.json_form import Plain, plain
+from layerzero.json_form import Plain, digest, plain
 from layerzero.settings import POLICY, default
 
 PREFER_BONUS: Final = 20.0
@@ -238,10 +238,7 @@ class Policy:
         return (
             set(self.rules) <= set(self.levels)
             and agrees(self.locks, lambda rule: () if rule.lock is None else ((rule.match_op, rule.lock),))
-            and agrees(self.deny, lambda rule: rule.deny)
-            and agrees(self.prefer, lambda rule: rule.prefer)
-            and agrees(self.avoid, lambda rule: rule.avoid)
-            and agrees(self.boosts, lambda rule: rule.boosts)
+            and all(agrees(getattr(self, name), attrgetter(name)) for name in ("deny", "prefer", "avoid", "boosts"))
             and (not self.allow or self.allow in {rule.allow for rule in self.levels})
         )
 
@@ -269,8 +266,7 @@ class Policy:
             if not unused and item.name not in _IN_PROGRAM and item.name not in _PLACES:
                 data[item.name] = _canonical(value)
         data["graph_whitelist"] = sorted(self.graph_whitelist)
-        text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return digest(data, allow_nan=False, default=str)
 
     def setting(self, key: str) -> Any:
         """A setting of a group, its default where nobody set it: `canary.calls`."""

@@ -239,8 +239,7 @@ def _mask_kind(
 def _check_tensor(value: object, name: str) -> None:
     """Refuse what is no tensor. Told by its attributes: this module does not import torch."""
     if not hasattr(value, "device") or not hasattr(value, "stride"):
-        shown = f"{name}: {type(value).__name__}"
-        raise invalid("TYPE_INVALID", shown, "a torch.Tensor")
+        raise invalid("TYPE_INVALID", f"{name}: {type(value).__name__}", "a torch.Tensor")
 
 
 def check_dropout(dropout_p: float) -> float:
@@ -308,6 +307,27 @@ def check_per_head(slopes: Any, sinks: Any, heads: int, batch: int) -> None:
         raise invalid("SHAPE_INVALID", f"sinks {tuple(sinks.shape)}", f"[{heads}]")
 
 
+def attention_needs(
+    grad: bool, gqa: bool, causal: Causal, window: object, softcap: object, slopes: Any, sinks: Any, return_lse: object
+) -> dict[str, bool]:
+    """What any attention may ask of a kernel, whatever form its keys have: feature -> whether this call does."""
+    return {
+        "gqa": gqa,
+        "window": window is not None,
+        "softcap": softcap is not None,
+        "alibi": slopes is not None,
+        # Slopes are a bias: a kernel without a gradient for its mask has none for them.
+        "mask_grad": grad and slopes is not None and slopes.requires_grad,
+        "sinks": sinks is not None,
+        "sinks_grad": grad and sinks is not None and sinks.requires_grad,
+        "lse": bool(return_lse),
+        # A gradient through the log-sum-exp itself, which most kernels return without one.
+        "lse_backward": bool(return_lse) and grad,
+        "causal_top_left": causal is Causal.TOP_LEFT,
+        "causal_bottom_right": causal is Causal.BOTTOM_RIGHT,
+    }
+
+
 def attention_context(
     query: Tensor,
     key: Tensor | None = None,
@@ -332,26 +352,25 @@ def attention_context(
     """Check an attention call and describe it. `more` are plain Context fields (tp_size, quant_format, ...)."""
     key = query if key is None else key
     value = key if value is None else value
-    for name, item in (("query", query), ("key", key), ("value", value)):
+    tensors = {"query": query, "key": key, "value": value}
+    for name, item in tensors.items():
         _check_tensor(item, name)
     if backend is not None and not isinstance(backend, str):
         raise invalid("TYPE_INVALID", f"backend: {type(backend).__name__}", "a backend name or kernel id")
     special = attn_mask if isinstance(attn_mask, MASK_VALUES) else None
     tensor_mask: Any = attn_mask if special is None else next(iter(special.tensors()), None)
-    for name, given in (("attn_mask", tensor_mask), ("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+    beside = {"attn_mask": tensor_mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    for name, given in beside.items():
         if given is not None:
             _check_tensor(given, name)
-    check_devices(query=query, key=key, value=value, attn_mask=tensor_mask, alibi_slopes=alibi_slopes, sinks=sinks)
-    words = tuple(check_floating(t, n) for t, n in ((query, "query"), (key, "key"), (value, "value")))
+    check_devices(**tensors, **beside)
+    words = tuple(check_floating(item, name) for name, item in tensors.items())
     notes: tuple[Reason, ...] = ()
-    if layout is None:
-        if query.ndim == 4 and key.ndim == 4:
-            parsed, note = infer_layout(query, key)
-            notes = (note,)
-        else:
-            parsed = Layout.BHSD
+    if layout is None and query.ndim == key.ndim == 4:
+        parsed, note = infer_layout(query, key)
+        notes = (note,)
     else:
-        parsed = parse_layout(layout)
+        parsed = Layout.BHSD if layout is None else parse_layout(layout)
         if query.ndim == 3 and parsed is Layout.BSHD:
             parsed = Layout.BHSD  # [B, S, D] has no head axis that could lie on either side
     folding = folding_of(query, key, value) if is_folded(query, key, value, parsed.value) else None
@@ -373,26 +392,17 @@ def attention_context(
     grad = bool(requires_grad)
     if requires_grad is None:
         grad = any(t.requires_grad for t in (query, key, value))
+    gqa = dims["num_heads"] != dims["num_kv_heads"]
     needs = {
-        "gqa": dims["num_heads"] != dims["num_kv_heads"],
+        **attention_needs(grad, gqa, causal, sides, softcap, alibi_slopes, sinks, return_lse),
         "mask_bool": mask is MaskKind.BOOL and special is None,
         "mask_float": mask is MaskKind.FLOAT,
-        # Slopes are a bias too: a kernel without a gradient for its mask has none for them.
-        "mask_grad": grad and any(t is not None and t.requires_grad for t in (tensor_mask, alibi_slopes)),
         "dropout": dropout_p > 0,
         "dropout_all": dropout_p == 1,
-        "window": sides is not None,
-        "softcap": softcap is not None,
-        "alibi": alibi_slopes is not None,
-        "sinks": sinks is not None,
-        "sinks_grad": grad and sinks is not None and sinks.requires_grad,
-        "lse": bool(return_lse),
-        # A gradient through the log-sum-exp itself, which most kernels return without one.
-        "lse_backward": bool(return_lse) and grad,
         "backward": grad,
-        "causal_top_left": causal is Causal.TOP_LEFT,
-        "causal_bottom_right": causal is Causal.BOTTOM_RIGHT,
     }
+    if grad and tensor_mask is not None and tensor_mask.requires_grad:
+        needs["mask_grad"] = True
     if special is not None:
         needs[special.feature] = True
     seq_q, seq_k = dims["seq_len_q"], dims["seq_len_k"]

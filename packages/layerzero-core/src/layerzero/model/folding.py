@@ -86,13 +86,8 @@ def fold(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Folding,
     how = folding_of(query, key, value)
     if mask is not None and hasattr(mask, "stride"):
         mask = _mask(mask, how)
-    return (
-        how,
-        _four(query, how, how.heads),
-        _four(key, how, how.kv_heads),
-        _four(value, how, how.kv_heads),
-        mask,
-    )
+    folded_key, folded_value = _four(key, how, how.kv_heads), _four(value, how, how.kv_heads)
+    return how, _four(query, how, how.heads), folded_key, folded_value, mask
 
 
 def _four(item: Tensor, how: Folding, heads: int) -> Tensor:

@@ -25,27 +25,17 @@ _ID = re.compile(r"^[a-z0-9_\-]+\.[a-z0-9_]+\.[a-z0-9_\-]+$")
 
 # Each feature's own reason code; any other feature reports FEATURE_UNSUPPORTED.
 _FEATURE_CODES: Mapping[str, ReasonCode] = {
-    "gqa": ReasonCode.GQA_UNSUPPORTED,
+    **{name: ReasonCode(f"{name.upper()}_UNSUPPORTED") for name in (
+        "gqa", "dropout", "window", "softcap", "alibi", "sinks", "kv_scales", "lse", "varlen", "backward", "autocast",
+        "inplace", "block_mask", "chunk_mask",
+    )},
     "mask_bool": ReasonCode.MASK_UNSUPPORTED,
     "mask_float": ReasonCode.MASK_UNSUPPORTED,
-    "dropout": ReasonCode.DROPOUT_UNSUPPORTED,
-    "window": ReasonCode.WINDOW_UNSUPPORTED,
-    "softcap": ReasonCode.SOFTCAP_UNSUPPORTED,
-    "alibi": ReasonCode.ALIBI_UNSUPPORTED,
-    "sinks": ReasonCode.SINKS_UNSUPPORTED,
     "sinks_grad": ReasonCode.SINKS_UNSUPPORTED,
-    "kv_scales": ReasonCode.KV_SCALES_UNSUPPORTED,
-    "lse": ReasonCode.LSE_UNSUPPORTED,
-    "varlen": ReasonCode.VARLEN_UNSUPPORTED,
-    "backward": ReasonCode.BACKWARD_UNSUPPORTED,
-    "autocast": ReasonCode.AUTOCAST_UNSUPPORTED,
-    "inplace": ReasonCode.INPLACE_UNSUPPORTED,
     "causal_top_left": ReasonCode.CAUSAL_ALIGNMENT_UNSUPPORTED,
     "causal_bottom_right": ReasonCode.CAUSAL_ALIGNMENT_UNSUPPORTED,
     "nested": ReasonCode.RAGGED_UNSUPPORTED,
-    "block_mask": ReasonCode.BLOCK_MASK_UNSUPPORTED,
-    "chunk_mask": ReasonCode.CHUNK_MASK_UNSUPPORTED,
-}
+}  # fmt: skip
 _CAUSAL = frozenset({"causal_top_left", "causal_bottom_right", "causal_square"})
 _LIMIT_CODES: Mapping[str, tuple[ReasonCode, ReasonCode, ReasonCode]] = {  # below min, above max, not a multiple
     "head_dim": (ReasonCode.HEAD_DIM_TOO_SMALL, ReasonCode.HEAD_DIM_TOO_LARGE, ReasonCode.HEAD_DIM_NOT_MULTIPLE),
@@ -86,7 +76,6 @@ class Limit(Plain):
             raise ConfigurationError("multiple_of must be at least 1", value=self.multiple_of, limit=1)
 
     def problems(self, name: str, value: int) -> list[Reason]:
-        """Every way in which `value` breaks the limit."""
         below, above, multiple = _LIMIT_CODES.get(name, _LIMIT_DEFAULT)
         found = []
         if self.min is not None and value < self.min:
@@ -108,7 +97,6 @@ class Limit(Plain):
         return low + high + listed
 
     def to_json(self) -> dict[str, Any]:
-        """The bounds that are set."""
         return {name: bound for name, bound in Plain.to_json(self).items() if bound is not None}
 
 
@@ -172,9 +160,8 @@ class KernelSpec(Plain):
 
     def __post_init__(self) -> None:
         if not _ID.match(self.kernel_id) or self.kernel_id.split(".")[1] != self.op.split(".")[-1]:
-            raise ConfigurationError(
-                code="KERNEL_ID_INVALID", value=self.kernel_id, limit=f"{self.backend}.{self.op}.<variant>"
-            )
+            limit = f"{self.backend}.{self.op}.<variant>"
+            raise ConfigurationError(code="KERNEL_ID_INVALID", value=self.kernel_id, limit=limit)
         for name in ("platforms", "dtypes"):
             if not getattr(self, name):
                 text = f"{self.kernel_id}: {name} must not be empty"
@@ -205,19 +192,15 @@ class KernelSpec(Plain):
         if self.square or not ctx.needs <= self.features:
             found += self._features(ctx)
         found += self._sizes(ctx)
-        if (
-            self._careful_order
-            or ctx.strides.last != 1
-            or ctx.layout not in self.layouts
-            or ctx.kv_cache_layout is not None
-        ):
+        careful = self._careful_order or ctx.strides.last != 1
+        if careful or ctx.layout not in self.layouts or ctx.kv_cache_layout is not None:
             found += self._memory_order(ctx)
         if ctx._rare_mode:
             found += self._modes(ctx)
         return found
 
     def check_device(self, device: DeviceSpec) -> list[Reason]:
-        """Reasons that the device alone gives."""
+        """Reasons that the device alone gives, whatever the call."""
         if device.platform not in self.platforms:
             return [reason("PLATFORM_MISMATCH", device.platform, self.platforms)]
         found: list[Reason] = []
@@ -332,25 +315,20 @@ class KernelSpec(Plain):
             found.append(reason("KV_CACHE_LAYOUT_MISMATCH", cache, self.kv_cache_layouts))
         if self.stride_last_dim is not None and ctx.strides.last != self.stride_last_dim:
             found.append(reason("STRIDE_LAST_DIM", ctx.strides.last, self.stride_last_dim))
-        if self.contiguous and not self._contiguous_for(ctx):
+        # Contiguous in the kernel's own layout; a transposed view of the other one costs nothing.
+        same = ctx.layout is None or not self.layouts or ctx.layout in self.layouts
+        if self.contiguous and ctx.strides.order != ("given" if same else "swapped"):
             found.append(reason("NOT_CONTIGUOUS", ctx.strides.order))
         if self.aligned_strides and not ctx.strides.aligned:
             found.append(reason("STRIDE_UNALIGNED", "given", 16))
         return found
 
-    def _contiguous_for(self, ctx: Context) -> bool:
-        """Contiguous in the kernel's own layout; a transposed view of the other one costs nothing."""
-        same = ctx.layout is None or not self.layouts or ctx.layout in self.layouts
-        return ctx.strides.order == ("given" if same else "swapped")
-
     def _modes(self, ctx: Context) -> list[Reason]:
         found: list[Reason] = []
         if ctx.capturing and not self.graph_safe:
             found.append(reason("CUDA_GRAPH_UNSAFE"))
-        for switch in sorted(self.guards & ctx.switched_off):
-            found.append(reason("SWITCHED_OFF", switch))
-        for name in sorted(self.guards & ctx.vetoed):
-            found.append(reason("VENDOR_REFUSED", name))
+        found += [reason("SWITCHED_OFF", switch) for switch in sorted(self.guards & ctx.switched_off)]
+        found += [reason("VENDOR_REFUSED", name) for name in sorted(self.guards & ctx.vetoed)]
         if self.pointer_alignment is not None and self.pointer_alignment > 1 and not ctx.aligned_pointers:
             found.append(reason("POINTER_UNALIGNED", None, self.pointer_alignment))
         if ctx.deterministic and not self.deterministic:
@@ -452,7 +430,6 @@ class BackendSpec(Plain):
             raise ConfigurationError("a backend needs a name", code="SCHEMA_FIELD_MISSING", value="name")
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-compatible dict, without the generation map."""
         found = Plain.to_json(self)
         del found["generations"]
         return found

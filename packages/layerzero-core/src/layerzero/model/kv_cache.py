@@ -85,9 +85,8 @@ class PagedBatch:
         kept = (tuple(self.block_tables.shape), self.query_lens is None, self.total_q, self.is_decode)
         given = (tuple(fresh.block_tables.shape), fresh.query_lens is None, fresh.total_q, fresh.is_decode)
         if kept != given:
-            raise _invalid(
-                f"{given[0]} with {given[2]} query tokens", f"{kept[0]} with {kept[2]} query tokens, as captured"
-            )
+            wanted = f"{kept[0]} with {kept[2]} query tokens, as captured"
+            raise _invalid(f"{given[0]} with {given[2]} query tokens", wanted)
         self.block_tables.copy_(fresh.block_tables)
         self.context_lens.copy_(fresh.context_lens)
         if self.query_lens is not None and fresh.query_lens is not None:
@@ -169,14 +168,18 @@ def make_paged_batch(
     pair (context lengths, query lengths). They are trusted to equal the tensors. `capture` makes a batch whose tensors
     are its own and stay where they are, for calls inside a CUDA graph. `cross` allows more queries than context.
     """
-    for name, tensor, rank in (("block_tables", block_tables, 2), ("context_lens", context_lens, 1)):
-        _check_tensor(name, tensor, rank)
+    given = {"block_tables": block_tables, "context_lens": context_lens}
     if query_lens is not None:
-        _check_tensor("query_lens", query_lens, 1)
-    _check_together(block_tables, context_lens, query_lens)
+        given["query_lens"] = query_lens
+    for name, tensor in given.items():
+        _check_tensor(name, tensor, 2 if name == "block_tables" else 1)
+    check_devices(**given)
+    batch = int(block_tables.shape[0])
+    for name, tensor in given.items():
+        if tensor.shape[0] != batch:
+            raise _invalid(f"of {batch} rows", f"{name} {tuple(tensor.shape)}")
 
     known_context, known_query = _split_host_lens(host_lens)
-    batch = int(block_tables.shape[0])
     contexts = tuple(context_lens.tolist()) if known_context is None else known_context
     if known_query is not None:
         queries = known_query
@@ -198,17 +201,6 @@ def _check_tensor(name: str, tensor: Tensor, rank: int) -> None:
     if tensor.dim() != rank:
         shape = "[B, max_blocks]" if rank == 2 else "[B]"
         raise _invalid(f"{name} {tuple(tensor.shape)}", shape)
-
-
-def _check_together(block_tables: Tensor, context_lens: Tensor, query_lens: Tensor | None) -> None:
-    given = {"block_tables": block_tables, "context_lens": context_lens}
-    if query_lens is not None:
-        given["query_lens"] = query_lens
-    check_devices(**given)
-    batch = block_tables.shape[0]
-    for name, tensor in given.items():
-        if tensor.shape[0] != batch:
-            raise _invalid(f"of {batch} rows", f"{name} {tuple(tensor.shape)}")
 
 
 def _split_host_lens(

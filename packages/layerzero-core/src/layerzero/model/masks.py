@@ -33,7 +33,6 @@ class BlockMask:
 
     @property
     def ndim(self) -> int:
-        """Axes of the mask it stands for."""
         return self.blocks.ndim
 
     def unsqueeze(self, axis: int) -> BlockMask:
@@ -56,7 +55,7 @@ class BlockMask:
 
     def check(self, dims: Mapping[str, int], rank: int, window: Any) -> None:
         """Refuse blocks that do not cover the scores exactly; a window beside them is fine."""
-        full: list[int] = [dims["batch"], dims["num_heads"]] if rank == 4 else [dims["batch"]]
+        full = [dims["batch"], dims["num_heads"]] if rank == 4 else [dims["batch"]]
         full += [-(-dims[f"seq_len_{axis}"] // size) for axis, size in zip("qk", self.block_size, strict=True)]
         shape = tuple(self.blocks.shape)
         # The grid itself does not broadcast: a grid of one block would be no mask at all.

@@ -86,12 +86,10 @@ class OperationSpec:
             text = f"op {self.op_id}: a {self.op_kind.value} op cannot give {self.output_kind!r}"
             raise ConfigurationError(text, value=self.output_kind, limit=sorted(_OUTPUTS[self.op_kind]))
         if self.has_fallback and not callable(self.fallback_impl):
-            raise ConfigurationError(
-                f"op {self.op_id}: has_fallback is true but fallback_impl is not callable", value=self.fallback_impl
-            )
+            text = f"op {self.op_id}: has_fallback is true but fallback_impl is not callable"
+            raise ConfigurationError(text, value=self.fallback_impl)
 
     def to_json(self) -> dict[str, Any]:
-        """The declarative part, JSON-compatible."""
         shown = (item.name for item in fields(OperationSpec) if item.compare)
         return {name: plain(getattr(self, name)) for name in shown if name not in ("autocast", "stands_for")}
 
@@ -181,9 +179,8 @@ class Op(OperationSpec):
         given: dict[str, Any] = {"op_id": self.op_id or self.function.__name__}
         given["signature"] = inspect.signature(self.function)
         given["arguments"] = self.arguments or tuple(name for name in names if name != "backend")
-        given["input_kinds"] = self.input_kinds or tuple(
-            kind_of_argument(names.get(name, "")) for name in given["arguments"]
-        )
+        kinds = (kind_of_argument(names.get(name, "")) for name in given["arguments"])
+        given["input_kinds"] = self.input_kinds or tuple(kinds)
         given["reference"] = self.reference or self.function
         given["example"], given["truth"] = _lazily(self.example), _lazily(self.truth)
         given["fallback_id"] = self.fallback_id or f"reference.{given['op_id']}.plain"
@@ -234,9 +231,8 @@ def parameters(function: Callable[..., Any]) -> dict[str, str]:
     """The parameters of a function in order, each with the text of its annotation. Cheap: nothing is evaluated."""
     code = getattr(function, "__code__", None)
     if code is None:
-        raise ConfigurationError(
-            "an op's function must be a plain function", value=repr(function), limit="def NAME(...)"
-        )
+        text = "an op's function must be a plain function"
+        raise ConfigurationError(text, value=repr(function), limit="def NAME(...)")
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     found = function.__annotations__
     return {name: annotation_text(found.get(name, "")) for name in names}

@@ -27,9 +27,9 @@ class FormatTraits:
     """
 
     data_dtype: str
-    scale_dtype: str
-    packed: bool
-    block_size: int
+    scale_dtype: str = "float32"
+    packed: bool = False
+    block_size: int = 128
     block_only: bool = False
     tensor_scale: bool = False
     zero_point: bool = False
@@ -37,15 +37,15 @@ class FormatTraits:
 
 
 FORMATS: dict[QuantFormat, FormatTraits] = {
-    QuantFormat.INT8: FormatTraits("int8", "float32", packed=False, block_size=128, zero_point=True, min_sm=80),
-    QuantFormat.INT4: FormatTraits("uint8", "float32", packed=True, block_size=128, zero_point=True, min_sm=80),
-    QuantFormat.FP8_E4M3: FormatTraits("float8_e4m3fn", "float32", packed=False, block_size=128, min_sm=89),
-    QuantFormat.FP8_E5M2: FormatTraits("float8_e5m2", "float32", packed=False, block_size=128, min_sm=89),
+    QuantFormat.INT8: FormatTraits("int8", zero_point=True, min_sm=80),
+    QuantFormat.INT4: FormatTraits("uint8", packed=True, zero_point=True, min_sm=80),
+    QuantFormat.FP8_E4M3: FormatTraits("float8_e4m3fn", min_sm=89),
+    QuantFormat.FP8_E5M2: FormatTraits("float8_e5m2", min_sm=89),
     QuantFormat.MXFP4: FormatTraits("uint8", "float8_e8m0fnu", packed=True, block_size=32, block_only=True, min_sm=100),
     QuantFormat.NVFP4: FormatTraits(
         "uint8", "float8_e4m3fn", packed=True, block_size=16, block_only=True, tensor_scale=True, min_sm=100
     ),
-    QuantFormat.NF4: FormatTraits("uint8", "float32", packed=True, block_size=64),
+    QuantFormat.NF4: FormatTraits("uint8", packed=True, block_size=64),
 }
 
 

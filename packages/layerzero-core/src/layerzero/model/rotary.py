@@ -22,21 +22,13 @@ def rotated(
     element i, as transformers makes them). Pairs are (i, i + rotary_dim / 2), or (2i, 2i + 1) when `interleaved`.
     `position_ids` ([S] or [B, S]) picks rows of the tables; without it token s uses row s.
     """
-    full_cos, full_sin = full_tables(q, cos, sin, interleaved, layout, position_ids)
-    turned = rotate(q, full_cos, full_sin, interleaved, inplace)
-    return turned, None if k is None else rotate(k, full_cos, full_sin, interleaved, inplace)
-
-
-def full_tables(
-    q: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, layout: str, position_ids: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """cos and sin with a column for each element and a row for each token, ready to be multiplied with q."""
     full = [full_width(table, interleaved) for table in (cos, sin)]
     full_cos, full_sin = token_rows(full, q, layout, position_ids)
     if full_cos.shape[-1] > q.shape[-1]:
         expected = f"head_dim {q.shape[-1]}: [S, rotary_dim / 2] or [B, S, rotary_dim]"
         raise invalid("SHAPE_INVALID", f"cos {tuple(cos.shape)}", expected)
-    return full_cos, full_sin
+    turned = rotate(q, full_cos, full_sin, interleaved, inplace)
+    return turned, None if k is None else rotate(k, full_cos, full_sin, interleaved, inplace)
 
 
 def token_rows(tables: Sequence[Tensor], q: Tensor, layout: str, position_ids: Tensor | None) -> list[Tensor]:

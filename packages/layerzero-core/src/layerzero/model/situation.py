@@ -90,5 +90,4 @@ class KitProof(NamedTuple):
     source: str = ""
 
     def covers(self, ctx: Context) -> bool:
-        """Whether the kit has tried all that a call asks for."""
         return ctx.dtype in self.dtypes and words_of(ctx) <= self.words

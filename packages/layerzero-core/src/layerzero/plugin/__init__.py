@@ -1,30 +1,19 @@
-"""The plugin author's manual, and everything a backend may import.
+"""Everything a backend may import. docs/plugins.md is the author's manual; `lz plugin new NAME` writes a package.
 
-A backend teaches LayerZero kernels it did not know. It is a pip package with three parts:
+A backend is a pip package with a `capabilities.json`, which says what each kernel can do, and a module with up to five
+hooks (see `layerzero.plugin.spec`; the first is enough), named by an entry point in the group `layerzero.backends`::
 
-1. an entry point that names a module::
+    CAPABILITIES = Path(__file__).with_name("capabilities.json")
 
-       [project.entry-points."layerzero.backends"]
-       mybackend = "layerzero_mybackend.plugin"
+    @hookimpl
+    def layerzero_register(registrar):
+        registrar.backend(CAPABILITIES)
 
-2. that module, with up to six hooks marked `@hookimpl` (see `layerzero.plugin.spec`; the first is enough)::
+    @hookimpl
+    def layerzero_capabilities(device):
+        return vendor_status(CAPABILITIES, device)
 
-       from pathlib import Path
-       from layerzero.plugin import hookimpl, vendor_status
-
-       CAPABILITIES = Path(__file__).with_name("capabilities.json")
-
-       @hookimpl
-       def layerzero_register(registrar):
-           registrar.backend(CAPABILITIES)
-
-       @hookimpl
-       def layerzero_capabilities(device):
-           return vendor_status(CAPABILITIES, device)
-
-   Where nothing is special, `backend_hooks(__package__)` gives these two and the self test of the module `health`.
-
-3. `capabilities.json`, which says what each kernel can do. What is not declared is not supported.
+Where nothing is special, `backend_hooks(__package__)` gives these two and the self test of the module `health`.
 
 Rules that keep everybody safe:
 
@@ -35,8 +24,6 @@ Rules that keep everybody safe:
 - `layerzero_capabilities` and `layerzero_health` may import the vendor: they run in a subprocess with a time limit;
 - a plugin that raises, exits or breaks a rule costs only itself; `lz doctor` shows the reason and the fix;
 - import only from `layerzero.plugin`, `layerzero.model`, `layerzero.reasons`, `layerzero.errors` and `layerzero.files`.
-
-`lz plugin new NAME` writes a complete package; `from layerzero_verify.testing.suite import *` is its whole test file.
 """
 
 from layerzero.errors import BackendNotAvailableError, CapabilitiesError, InvalidInputError, PluginError

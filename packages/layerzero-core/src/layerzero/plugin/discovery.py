@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -86,25 +87,15 @@ def _speaking() -> Iterator[importlib_metadata.Distribution]:
     """
     for place in sys.path:
         folder = place or os.curdir
-        if os.path.isdir(folder):
-            for path in _metadata_folders(folder):
-                try:
-                    with open(os.path.join(path, "entry_points.txt"), "rb", buffering=0) as file:
-                        ours = _GROUP_BYTES in file.read()
-                except OSError:
-                    continue
-                if ours:
+        names: list[str] = []
+        with suppress(OSError):  # not there, no folder, or not to be read
+            names = sorted(os.listdir(folder))
+        for path in (os.path.join(folder, name) for name in names if name.endswith((".dist-info", ".egg-info"))):
+            with suppress(OSError), open(os.path.join(path, "entry_points.txt"), "rb", buffering=0) as file:
+                if _GROUP_BYTES in file.read():
                     yield importlib_metadata.Distribution.at(path)
-        elif os.path.isfile(folder):
+        if os.path.isfile(folder):
             yield from importlib_metadata.distributions(path=[folder])
-
-
-def _metadata_folders(folder: str) -> list[str]:
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return []
-    return [os.path.join(folder, name) for name in sorted(names) if name.endswith((".dist-info", ".egg-info"))]
 
 
 class Unreadable:

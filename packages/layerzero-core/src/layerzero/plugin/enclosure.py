@@ -50,7 +50,6 @@ class _Without:
         self._finder, self._hide = finder, hide
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
-        """None for what is hidden."""
         if _covers(self._hide, name):
             return None
         find = getattr(self._finder, "find_spec", None)

@@ -26,7 +26,7 @@ from layerzero.plugin.discovery import Found, discover, forget_versions, kept_ou
 from layerzero.plugin.registrar import Registrar, check_api
 from layerzero.plugin.vendor import vendor_presence
 from layerzero.reasons import Reason, ReasonCode, reason
-from layerzero.registry.capabilities import Capabilities
+from layerzero.registry.capabilities import Capabilities, Vendor
 from layerzero.registry.kernels import KernelRegistry
 from layerzero.registry.proofs import beside
 
@@ -58,7 +58,6 @@ class PluginRecord(Plain):
     seconds: float = field(default=0.0, compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-compatible, without the time it took."""
         found = Plain.to_json(self)
         del found["seconds"]
         return found
@@ -71,18 +70,13 @@ class Loaded(NamedTuple):
     ops: Mapping[str, OperationSpec]
     records: tuple[PluginRecord, ...]
     pm: pluggy.PluginManager
-    capabilities: Mapping[str, Capabilities] = MappingProxyType({})
-    plugin_of: Mapping[str, str] = MappingProxyType({})
+    capabilities: Mapping[str, Capabilities]
+    plugin_of: Mapping[str, str]
 
     def record(self, name: str) -> PluginRecord | None:
         """The record of a plugin, or of the plugin that brought the backend of this name."""
         wanted = self.plugin_of.get(name, name)
         return next((item for item in self.records if item.name == wanted), None)
-
-
-def hook_names() -> tuple[str, ...]:
-    """Every hook of the contract."""
-    return tuple(name for name in vars(spec) if name.startswith("layerzero_"))
 
 
 class HookView:
@@ -93,16 +87,15 @@ class HookView:
     """
 
     def __init__(self, target: Any) -> None:
-        found = vars(target) if inspect.ismodule(target) else _attributes(target)
+        if inspect.ismodule(target):
+            found = vars(target)
+        else:
+            names = (name for name in dir(target) if not isinstance(getattr(type(target), name, None), property))
+            found = {name: getattr(target, name, None) for name in names}
         vars(self).update({name: item for name, item in found.items() if _is_hook(name, item)})
 
     def __dir__(self) -> list[str]:
         return list(vars(self))
-
-
-def _attributes(target: Any) -> dict[str, Any]:
-    names = (name for name in dir(target) if not isinstance(getattr(type(target), name, None), property))
-    return {name: getattr(target, name, None) for name in names}
 
 
 def _is_hook(name: str, item: Any) -> bool:
@@ -167,25 +160,21 @@ class _Loading:
             return replace(blank, state=PluginState.DENIED, reasons=(why,), fix=f"change {variable}")
         if self.pm.has_plugin(item.name):
             other = next(record.dist for record in self.records if record.name == item.name)
-            return _failed(
-                blank, PluginError(code="PLUGIN_DUPLICATE", value=item.name, limit=other or "another package")
-            )
+            error = PluginError(code="PLUGIN_DUPLICATE", value=item.name, limit=other or "another package")
+            return _failed(blank, error, "PLUGIN_REGISTER_FAILED")
+        code = "PLUGIN_IMPORT_FAILED"
         try:
             plugin = item.entry.load()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # SystemExit and the like cost the plugin, not the process
-            return _failed(blank, error, "PLUGIN_IMPORT_FAILED")
-        try:
+            code = "PLUGIN_REGISTER_FAILED"
             registrar, hooks = self._collect(item, plugin)
             return self._commit(item, hooks, registrar, blank)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:
-            return _failed(blank, error, "PLUGIN_REGISTER_FAILED")
+        except BaseException as error:  # SystemExit and the like cost the plugin, not the process
+            return _failed(blank, error, code)
 
     def _collect(self, item: Found, plugin: Any) -> tuple[Registrar, HookView]:
-        hooks, alone = _checked(plugin, item.name)
+        hooks, alone = check_plugin(plugin, item.name)
         wanted = getattr(plugin, "LAYERZERO_API", None)
         if wanted is not None:
             check_api(str(wanted), f"plugin {item.name}")
@@ -229,6 +218,7 @@ class _Loading:
 
 
 def _backend_spec(capabilities: Capabilities, item: Found, *, empty: bool) -> tuple[BackendSpec, str]:
+    vendor = capabilities.vendor or Vendor("")
     vendor_version, reasons, fix = vendor_presence(capabilities)
     if empty and not reasons:
         stub = reason("BACKEND_STUB")
@@ -237,7 +227,7 @@ def _backend_spec(capabilities: Capabilities, item: Found, *, empty: bool) -> tu
         name=capabilities.backend,
         dist=item.dist,
         version=item.version or "0",
-        vendor=capabilities.vendor.dist if capabilities.vendor else "",
+        vendor=vendor.dist,
         vendor_version=vendor_version,
         platforms=capabilities.platforms,
         available=not reasons,
@@ -245,11 +235,11 @@ def _backend_spec(capabilities: Capabilities, item: Found, *, empty: bool) -> tu
         capabilities_hash=capabilities.hash,
         builtin=item.builtin,
         generations=capabilities.generations,
-        vendor_range=capabilities.vendor.version if capabilities.vendor else "",
+        vendor_range=vendor.version,
         isolation=capabilities.isolation,
         proofs=_beside(capabilities, "proofs"),
         measurements=_beside(capabilities, "measurements"),
-        vendor_module=(capabilities.vendor.module or "") if capabilities.vendor else "",
+        vendor_module=vendor.module or "",
     )
     return made, fix
 
@@ -262,19 +252,17 @@ def _beside(capabilities: Capabilities, what: str) -> str:
     return str(found) if found.is_file() else ""
 
 
-def check_plugin(plugin: Any, name: str) -> HookView:
-    """The plugin's hooks; refuses what the contract does not know: other names or arguments, wrappers, bare classes."""
-    return _checked(plugin, name)[0]
+def check_plugin(plugin: Any, name: str) -> tuple[HookView, pluggy.PluginManager]:
+    """The hooks of a plugin that keeps the contract, and a manager that has no other plugin.
 
-
-def _checked(plugin: Any, name: str) -> tuple[HookView, pluggy.PluginManager]:
-    """The hooks of a plugin that keeps the contract, and a manager that has no other plugin."""
+    Refuses what the contract does not know: other names or arguments, wrappers, bare classes.
+    """
     if inspect.isclass(plugin):
         raise PluginError(f"the entry point of {name} names a class", hint="name a module or an object")
     hooks = HookView(plugin)
     scratch = _manager()
     scratch.register(hooks, name)  # raises for arguments the hook does not have
-    known = hook_names()
+    known = tuple(hook for hook in vars(spec) if hook.startswith("layerzero_"))
     for hook, caller in vars(scratch.hook).items():
         for impl in caller.get_hookimpls():
             if hook not in known:
@@ -302,7 +290,7 @@ def _call(alone: pluggy.PluginManager, hook: str, **arguments: Any) -> Any:
     return None
 
 
-def _failed(blank: PluginRecord, error: BaseException, code: str = "PLUGIN_REGISTER_FAILED") -> PluginRecord:
+def _failed(blank: PluginRecord, error: BaseException, code: str) -> PluginRecord:
     """A record of what went wrong; our own errors keep their code, others become `code`."""
     if isinstance(error, LayerZeroError) and code != "PLUGIN_IMPORT_FAILED":
         why = Reason(error.code, error.body, error.reasons[0].value, error.reasons[0].limit, error.hint)

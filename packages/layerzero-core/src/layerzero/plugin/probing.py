@@ -56,16 +56,12 @@ def probe(
 ) -> ProbeResult:
     """Ask a backend about itself in a fresh process, within `enclosure`; never raises for the backend's sake."""
     started = time.perf_counter()
-    command = [sys.executable, "-P", "-m", "layerzero.plugin.probing", backend]
-    if device is not None or enclosure is not None:
-        command.append("" if device is None else json.dumps(device.to_json()))
-    if enclosure is not None:
-        command.append(json.dumps(enclosure.to_json()))
-    found = _run(backend, command, timeout, None if env is None else dict(env))
-    return ProbeResult(found.status, found.health, time.perf_counter() - started)
+    given = ("" if item is None else json.dumps(item.to_json()) for item in (device, enclosure))
+    found = _run(backend, [sys.executable, "-P", "-m", "layerzero.plugin.probing", backend, *given], timeout, env)
+    return replace(found, seconds=time.perf_counter() - started)
 
 
-def _run(backend: str, command: list[str], timeout: float, env: dict[str, str] | None) -> ProbeResult:
+def _run(backend: str, command: list[str], timeout: float, env: Mapping[str, str] | None) -> ProbeResult:
     # Files instead of pipes: a grandchild that outlives the child would keep a pipe open and us waiting.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
@@ -123,11 +119,8 @@ def _from_json(data: Mapping[str, Any]) -> ProbeResult:
     )
     if health is None:
         return ProbeResult(status)
-    error = health["max_error"]
-    report = HealthReport(
-        str(health["backend"]), health["ok"] is True, str(health["detail"]), None if error is None else float(error)
-    )
-    return ProbeResult(status, report)
+    error = None if health["max_error"] is None else float(health["max_error"])
+    return ProbeResult(status, HealthReport(str(health["backend"]), health["ok"] is True, str(health["detail"]), error))
 
 
 # -- the child ------------------------------------------------------------------------------------------------------
@@ -194,21 +187,21 @@ def _health(plugin: Any, backend: str, status: BackendStatus) -> dict[str, Any] 
     if said is None:
         return None
     if not isinstance(said, HealthReport):
-        return HealthReport(
-            backend, False, f"layerzero_health gave {type(said).__name__}, not a HealthReport"
-        ).to_json()
+        text = f"layerzero_health gave {type(said).__name__}, not a HealthReport"
+        return HealthReport(backend, False, text).to_json()
     return said.to_json() | {"seconds": round(time.perf_counter() - started, 4)}
 
 
 def main(argv: list[str]) -> int:
     """Entry point of the child."""
+    name, described, enclosed = (*argv, "", "")[:3]
     out = os.dup(1)
     os.dup2(2, 1)  # a vendor that prints must not spoil the answer
-    if len(argv) > 2:  # a backend that runs in a process of its own is asked in the same surroundings
-        enter(Enclosure.from_json(json.loads(argv[2])))
-    device = DeviceSpec.from_json(json.loads(argv[1])) if len(argv) > 1 and argv[1] else DeviceSpec.detect()
+    if enclosed:  # a backend that runs in a process of its own is asked in the same surroundings
+        enter(Enclosure.from_json(json.loads(enclosed)))
+    device = DeviceSpec.from_json(json.loads(described)) if described else DeviceSpec.detect()
     with importing():
-        found = answer(load_plugins(), argv[0], device)
+        found = answer(load_plugins(), name, device)
     with os.fdopen(out, "w", encoding="utf-8") as stream:
         json.dump(found, stream)
     return 0

@@ -103,11 +103,9 @@ class Registrar:
             raise PluginError(f"kernel() takes a KernelSpec, got {type(spec).__name__}", code="TYPE_INVALID")
         prefix = spec.kernel_id.split(".")[0]
         if prefix != spec.backend or (spec.backend not in self.backends and spec.backend != self.plugin):
-            raise PluginError(
-                code="KERNEL_ID_INVALID", value=spec.kernel_id, limit=f"{self.plugin}.{spec.op}.<variant>"
-            )
-        self._check_new(spec)
-        self.kernels[spec.kernel_id] = spec
+            limit = f"{self.plugin}.{spec.op}.<variant>"
+            raise PluginError(code="KERNEL_ID_INVALID", value=spec.kernel_id, limit=limit)
+        self._add_kernels(spec)
 
     def op(self, spec: OperationSpec) -> None:
         """Register a new op: it is called as `lz.ops.NAME`. Its reference and its baseline become kernels of it."""
@@ -115,23 +113,19 @@ class Registrar:
         if not isinstance(spec, OperationSpec):
             raise PluginError(f"op() takes an Op, got {type(spec).__name__}", code="TYPE_INVALID")
         if spec.op_id in self.ops:
-            raise PluginError(
-                f"op {spec.op_id!r} was registered twice", code="PLUGIN_DUPLICATE", value=spec.op_id, limit=self.plugin
-            )
+            text = f"op {spec.op_id!r} was registered twice"
+            raise PluginError(text, code="PLUGIN_DUPLICATE", value=spec.op_id, limit=self.plugin)
         self.ops[spec.op_id] = spec
         if isinstance(spec, Op):
             if spec.tolerance:
                 classify(spec.op_id, spec.tolerance)
-            for kernel in kernels_of(spec, self.version):
-                self._check_new(kernel)
-                self.kernels[kernel.kernel_id] = kernel
+            self._add_kernels(*kernels_of(spec, self.version))
 
     def close(self) -> None:
         """End of the hook: later calls raise."""
         self._open = False
 
     def all_kernels(self) -> tuple[KernelSpec, ...]:
-        """Everything collected so far."""
         described = (spec for loaded in self.backends.values() for spec in loaded.kernels)
         return (*described, *self.kernels.values())
 
@@ -141,10 +135,12 @@ class Registrar:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise PluginError(
-                f"plugin {self.plugin} used its registrar after layerzero_register had returned",
-                hint="register everything inside the hook",
-            )
+            text = f"plugin {self.plugin} used its registrar after layerzero_register had returned"
+            raise PluginError(text, hint="register everything inside the hook")
+
+    def _add_kernels(self, *specs: KernelSpec) -> None:
+        self._check_new(*specs)
+        self.kernels.update((spec.kernel_id, spec) for spec in specs)
 
     def _check_new(self, *specs: KernelSpec) -> None:
         known = {other.kernel_id for other in self.all_kernels()}

@@ -20,7 +20,6 @@ from typing import Any
 import importlib_metadata
 
 from layerzero.errors import one_line
-from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import BackendSpec, KernelSpec
 from layerzero.model.status import BackendStatus, HealthReport
@@ -29,7 +28,7 @@ from layerzero.plugin.enclosure import Enclosure, inside, is_hidden
 from layerzero.plugin.registrar import Registrar
 from layerzero.plugin.spec import hookimpl
 from layerzero.plugin.versions import contains
-from layerzero.reasons import Reason, ReasonCategory, ReasonCode, reason
+from layerzero.reasons import Reason, ReasonCode, reason
 from layerzero.registry.capabilities import Capabilities, Conflict, Vendor, load_capabilities
 
 # What a backend asks of the device and the installed packages beyond its descriptor: every reason against it.
@@ -79,12 +78,6 @@ def _version_reasons(dist: str, installed: str | None, version: str, fix: str) -
     return (replace(reason("BACKEND_VERSION_MISMATCH", f"{dist} {installed}", version), hint=fix),)
 
 
-def hardware_reasons(spec: KernelSpec, device: DeviceSpec) -> list[Reason]:
-    """Why a kernel can never run on a device, whatever the call."""
-    found = spec.check(Context(op="any", device=device, dtype=min(spec.dtypes)))
-    return [item for item in found if item.category is ReasonCategory.HARDWARE]
-
-
 def needs_sm(min_sm: int | None = None, max_sm: int | None = None) -> Check:
     """A check for `vendor_status`: the SM version, where the device has one, lies in this range.
 
@@ -103,7 +96,7 @@ def needs_sm(min_sm: int | None = None, max_sm: int | None = None) -> Check:
             max_sm=max_sm,
             grid_layout="library",
         )
-        return hardware_reasons(anything, device)
+        return anything.check_device(device)
 
     return check
 
@@ -130,7 +123,7 @@ def vendor_status(
         against += _import_reasons(known.vendor, known.backend)
     usable: list[str] = []
     for spec in known.kernels if not against else ():
-        problems = hardware_reasons(spec, device)
+        problems = spec.check_device(device)
         against += [item for item in problems if item not in against]
         if not problems:
             usable.append(spec.kernel_id)
@@ -161,11 +154,13 @@ def _import_reasons(vendor: Vendor | None, backend: str) -> Iterable[Reason]:
     except BaseException as error:  # some vendors end the process when torch is not the one they were built for
         hint = f"python -c 'import {vendor.module}' shows the whole error; {_fix(vendor, backend)}"
         behind = _behind_pth(error.name) if isinstance(error, ModuleNotFoundError) and error.name else None
-        if behind is None:
-            return (replace(reason("BACKEND_IMPORT_FAILED", one_line(error)), hint=hint),)
-        pth, place = behind
-        why = f"{pth} leads to it, and .pth files are obeyed in site directories alone"
-        hint = f"add {place} to PYTHONPATH, call site.addsitedir({str(pth.parent)!r}), or install into site-packages"
+        why = ""
+        if behind is not None:
+            pth, place = behind
+            why = f"{pth} leads to it, and .pth files are obeyed in site directories alone"
+            hint = (
+                f"add {place} to PYTHONPATH, call site.addsitedir({str(pth.parent)!r}), or install into site-packages"
+            )
         return (replace(reason("BACKEND_IMPORT_FAILED", one_line(error), detail=why), hint=hint),)
     return ()
 
@@ -181,10 +176,9 @@ def _behind_pth(module: str) -> tuple[Path, Path] | None:
                 continue
             for line in lines:
                 place = Path(entry, line.strip())
-                named = (
-                    line.strip() and not line.startswith(("#", "import ", "import\t")) and str(place) not in sys.path
-                )
-                if named and ((place / top).is_dir() or (place / f"{top}.py").is_file()):
+                if not line.strip() or line.startswith(("#", "import ", "import\t")) or str(place) in sys.path:
+                    continue
+                if (place / top).is_dir() or (place / f"{top}.py").is_file():
                     return pth, place
     return None
 

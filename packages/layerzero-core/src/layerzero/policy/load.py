@@ -1,10 +1,11 @@
-"""Policy files and mappings → PolicyLayer, where files are looked for, and how one is watched for changes.
+"""Policy files and mappings → PolicyLayer: what may stand in a file, where one is looked for and how it is watched.
 
 YAML and TOML are imported inside the functions: a process without a policy file never loads them.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from collections.abc import Collection, Iterator, Mapping
@@ -14,12 +15,13 @@ from typing import Any, Final, NamedTuple
 
 from layerzero.env import Env
 from layerzero.errors import ConfigurationError, PolicyValidationError, nearest
-from layerzero.kinds import Place, Problem, spell
+from layerzero.kinds import KERNEL, PATTERN, TEXT, Kind, Place, Problem, items, maybe, pairs, spell, table, words
 from layerzero.model.config import Rule
 from layerzero.policy.layers import Level, PolicyLayer
 from layerzero.policy.parse import MAX_BYTES, MAX_NODES, Parsed, parse_toml, parse_yaml, refusal, texts_in, too_large
 from layerzero.policy.rules import parse_conditions
 from layerzero.reasons import ReasonCode
+from layerzero.settings import GROUPS, POLICY, SETTINGS
 
 _NAMES: Final = ("layerzero.yaml", "layerzero.toml", "pyproject.toml")
 
@@ -106,7 +108,6 @@ def from_mapping(data: object, *, source: str = "configure") -> PolicyLayer:
 
 
 def _layer(parsed: Parsed, level: Level, trusted: bool) -> PolicyLayer:
-    from layerzero.policy.schema import FILE
 
     for mistake in _mistakes(parsed, trusted, None):  # the one that stands first in the file
         raise mistake
@@ -118,7 +119,6 @@ def _layer(parsed: Parsed, level: Level, trusted: bool) -> PolicyLayer:
 
 def _mistakes(parsed: Parsed, trusted: bool, known_fields: Collection[str] | None) -> Iterator[PolicyValidationError]:
     """What is wrong, in the order of the file; what widens trust and unknown context fields, once the rest is right."""
-    from layerzero.policy.schema import FILE
 
     for place, text in islice(texts_in(parsed.data), 2 * MAX_NODES):
         if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
@@ -295,3 +295,73 @@ class FileWatch:
             return Reload(self.layer, error=error)
         changed, self.layer = layer != self.layer, layer
         return Reload(layer, changed)
+
+
+# -- the file as a whole: the settings of the table, the version of the format, and conditional rules -----------------
+def _condition(wanted: object) -> str | None:
+    try:
+        parse_conditions("", wanted)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+_WHEN = 'context field → value, list of values, glob, or comparison such as ">=64, <256"'
+_MATCH = table(
+    "Which calls a rule speaks about.",
+    {
+        "op": (PATTERN, "*", "glob over op names, e.g. attention*"),
+        "when": (pairs(TEXT, Kind({}, _condition)), {}, _WHEN),
+    },
+)
+_RULE = table(
+    "One rule; rules are read in order.",
+    {
+        "match": (_MATCH, {}, "the calls it speaks about; default: all"),
+        "allow": (maybe(POLICY["allow"][0]), None, "only these kernels or backends"),
+        **{name: POLICY[name] for name in ("deny", "prefer", "avoid", "boosts")},
+        "lock": (maybe(KERNEL), None, "the kernel id that must run"),
+    },
+)
+FILE: Final = table(
+    "The whole file. Every key may be absent.",
+    {
+        "version": (words(1), 1, "version of this format"),
+        **POLICY,
+        "rules": (items(_RULE, alone=False), (), "conditional wishes, read in order"),
+    },
+)
+
+
+def json_schema() -> Mapping[str, Any]:
+    """JSON Schema of the policy file, for editors and for `lz policy schema`."""
+    keys = FILE.schema["properties"]
+    parts = {name: keys[name] for name in GROUPS} | {"rule": _RULE.schema}
+    rules = {**keys["rules"], "items": {"$ref": "#/$defs/rule"}}
+    keys = {**keys, **{name: {"$ref": f"#/$defs/{name}"} for name in GROUPS}, "rules": rules}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "LayerZero policy"}
+    return {**head, **FILE.schema, "properties": keys, "$defs": parts}
+
+
+def commented(schema: str) -> str:
+    """A policy file that says nothing yet: every key as a comment with its meaning and its default.
+
+    A setting stands right behind its #, so that taking that away sets it; remarks keep a blank.
+    `schema` is the name of the JSON Schema beside it, by which editors complete and check.
+    """
+    lines = [
+        f"# yaml-language-server: $schema={schema}",
+        "# Policy of LayerZero. Every key may be absent; what stands here are the defaults.",
+        "# `lz policy check` checks the file, `lz policy show` shows what holds and where it comes from.",
+        "version: 1",
+    ]
+    group = ""
+    for item in (item for item in SETTINGS if item.key):
+        top, _, name = item.key.partition(".")
+        value = json.dumps(list(item.default) if isinstance(item.default, tuple) else item.default)
+        if name and top != group:
+            lines += ["", f"# {GROUPS[top]}", f"#{top}:"]
+        lines += [f"#  {name}: {value}  # {item.doc}"] if name else ["", f"# {item.doc}", f"#{top}: {value}"]
+        group = top
+    rule = ["#rules:", '#  - match: {op: attention, when: {seq_len_q: ">=1024"}}', "#    prefer: [sdpa]"]
+    return "\n".join([*lines, "", f"# {FILE.schema['properties']['rules']['description']}", *rule]) + "\n"

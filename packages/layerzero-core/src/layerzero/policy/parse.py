@@ -101,11 +101,8 @@ def _decode(raw: bytes, name: str) -> str:
 def _loader() -> type[Any]:
     import yaml  # heavy: only when a YAML file is read
 
-    class Refused(yaml.MarkedYAMLError):
-        """Legal YAML that a policy file may not use."""
-
     class BoundedLoader(yaml.SafeLoader):
-        """SafeLoader that refuses while composing, before Python's own recursion can run out."""
+        """SafeLoader that refuses what a policy file may not use while composing, before recursion can run out."""
 
         depth = 0
         nodes = 0
@@ -124,7 +121,7 @@ def _loader() -> type[Any]:
             elif self.nodes >= MAX_NODES:
                 problem = f"more than {MAX_NODES} values"
             if problem is not None:
-                raise Refused(None, None, problem, event.start_mark)
+                raise yaml.MarkedYAMLError(None, None, problem, event.start_mark)
             self.depth += 1
             self.nodes += 1
             node = super().compose_node(parent, index)
@@ -282,8 +279,9 @@ def _toml_lines(text: str) -> dict[Place, int]:
 
 def _toml_key(text: str, arrays: Mapping[Place, int]) -> Place:
     place: Place = ()
-    for part in re.findall(r'"[^"]*"|\'[^\']*\'|[^.\s]+', text)[: MAX_DEPTH + 1]:
+    parts = re.findall(r'"[^"]*"|\'[^\']*\'|[^.\s]+', text)
+    for part in parts[: MAX_DEPTH + 1]:
         place = (*place, part.strip("\"'"))
-        if place in arrays and len(place) < len(re.findall(r'"[^"]*"|\'[^\']*\'|[^.\s]+', text)):
+        if place in arrays and len(place) < len(parts):
             place = (*place, arrays[place])
     return place

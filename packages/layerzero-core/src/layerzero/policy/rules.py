@@ -78,7 +78,6 @@ class Judge:
         self._neutral = (Verdict(locked_to=self.locked_to) if self.locked_to else NEUTRAL) if silent else None
 
     def __call__(self, kernel_id: str, backend: str) -> Verdict:
-        """The verdict on one kernel."""
         if self._neutral is not None:
             return self._neutral
         key = (kernel_id, backend)

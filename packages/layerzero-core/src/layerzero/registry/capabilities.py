@@ -31,27 +31,20 @@ _pick = itemgetter(*_SAME)
 
 
 def kernel_spec(
-    entry: dict[str, Any],
-    backend: str,
-    op: str,
-    platforms: frozenset[Platform] | None,
-    where: str,
-    version: str = "0",
+    entry: dict[str, Any], backend: str, op: str, platforms: frozenset[Platform] | None, where: str, version: str
 ) -> KernelSpec:
     """The KernelSpec of one checked entry; raises CapabilitiesError where fields contradict each other."""
     kernel_id: str = entry["kernel_id"]
     if kernel_id.split(".")[0] != backend:
-        raise fail(
-            f"{where}.kernel_id", f"{kernel_id[:60]!r} does not begin with {backend!r}",
-            code="KERNEL_ID_INVALID", value=kernel_id, limit=f"{backend}.{op}.<variant>",
-        )  # fmt: skip
+        text, limit = f"{kernel_id[:60]!r} does not begin with {backend!r}", f"{backend}.{op}.<variant>"
+        raise fail(f"{where}.kernel_id", text, code="KERNEL_ID_INVALID", value=kernel_id, limit=limit)
     chosen = entry["platforms"] or platforms
     if not chosen:
         text = "missing; neither the kernel nor the file names platforms"
         raise fail(f"{where}.platforms", text, code="SCHEMA_FIELD_MISSING", value="platforms")
-    if entry["min_sm"] is not None and entry["max_sm"] is not None and entry["min_sm"] > entry["max_sm"]:
-        text = f"{entry['min_sm']} exceeds max_sm {entry['max_sm']}"
-        raise fail(f"{where}.min_sm", text, value=entry["min_sm"], limit=entry["max_sm"])
+    low, high = entry["min_sm"], entry["max_sm"]
+    if low is not None and high is not None and low > high:
+        raise fail(f"{where}.min_sm", f"{low} exceeds max_sm {high}", value=low, limit=high)
     paged = entry["paged"] if isinstance(entry["paged"], dict) else {}
     limits = tuple(_limits(entry, paged, where).items())
     # Only what the entry says; a kernel has a tenth of all fields, and a first call builds hundreds of kernels.
@@ -114,9 +107,8 @@ def _limits(entry: Mapping[str, Any], paged: Mapping[str, Any], where: str) -> d
         try:
             found[name] = Limit(**bounds)
         except ConfigurationError as error:
-            raise fail(
-                f"{where}.{key}", error.body, value=error.reasons[0].value, limit=error.reasons[0].limit
-            ) from None
+            cause = error.reasons[0]
+            raise fail(f"{where}.{key}", error.body, value=cause.value, limit=cause.limit) from None
 
     if entry["head_dim"] is not None:
         put("head_dim", "head_dim", **{k: v for k, v in entry["head_dim"].items() if k != "pairs"})
@@ -200,29 +192,18 @@ def _from_0_9(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-# version -> the function that lifts a document to a newer version; applied until SCHEMA_VERSION is reached.
-MIGRATIONS: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"0.9": _from_0_9}
-
-
 def migrate(document: Mapping[str, Any]) -> dict[str, Any]:
     """The document in the current schema version. A version nobody knows is refused."""
-    current = dict(document)
-    if "schema_version" not in current:
+    if "schema_version" not in document:
         raise fail("schema_version", "missing; it says how to read the rest", code="SCHEMA_FIELD_MISSING")
-    known = (*MIGRATIONS, SCHEMA_VERSION)
-    for _ in known:
-        version = current["schema_version"]
-        if version == SCHEMA_VERSION:
-            return current
-        step = MIGRATIONS.get(version) if isinstance(version, str) else None
-        if step is None:
-            break
-        current = step(current)
-    shown = str(current["schema_version"])[:40]
-    raise fail(
-        "schema_version", f"version {shown!r} is not known, known: {', '.join(known)}",
-        code="SCHEMA_VERSION_UNKNOWN", value=shown, limit=", ".join(known),
-    )  # fmt: skip
+    version = document["schema_version"]
+    if version == SCHEMA_VERSION:
+        return dict(document)
+    if version == "0.9":
+        return _from_0_9(dict(document))
+    shown, known = str(version)[:40], f"0.9, {SCHEMA_VERSION}"
+    text = f"version {shown!r} is not known, known: {known}"
+    raise fail("schema_version", text, code="SCHEMA_VERSION_UNKNOWN", value=shown, limit=known)
 
 
 def json_schema() -> dict[str, Any]:
@@ -235,7 +216,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def load_capabilities(
-    source: str | Path | Mapping[str, Any], *, version: Callable[[Vendor | None], str] | None = None
+    source: str | Path | Mapping[str, Any], *, version: Callable[[Vendor | None], str] = lambda vendor: "0"
 ) -> Capabilities:
     """Read a descriptor from a file (or take a mapping), check it whole, and build its kernels.
 
@@ -248,7 +229,8 @@ def load_capabilities(
             return _build(_checked(source), digest(source), where, version)
         data = read(Path(source))
         known = _RECENT.get((where, data))
-        if known is not None and _as_new(known, version):
+        # Good only while its kernels have the version they would get now.
+        if known is not None and all(kernel.version == version(known.vendor) for kernel in known.kernels[:1]):
             return known
         raw = decoded(data)
         made = _build(_checked(raw), digest(raw), where, version)
@@ -276,46 +258,35 @@ def _checked(raw: Mapping[str, Any]) -> dict[str, Any]:
     return document
 
 
-def _as_new(known: Capabilities, version: Callable[[Vendor | None], str] | None) -> bool:
-    """Whether the kernels of a descriptor read before have the version they would get now."""
-    wanted = version(known.vendor) if version is not None else "0"
-    return all(kernel.version == wanted for kernel in known.kernels[:1])
-
-
 def _build(
-    document: Mapping[str, Any], digest: str, source: str, version_of: Callable[[Vendor | None], str] | None = None
+    document: Mapping[str, Any], digest: str, source: str, version_of: Callable[[Vendor | None], str]
 ) -> Capabilities:
     backend: str = document["backend"]
     vendor = _vendor(document)
-    version = version_of(vendor) if version_of is not None else "0"
+    version = version_of(vendor)
     kernels: list[KernelSpec] = []
     seen: dict[str, str] = {}
     for op, entries in document["ops"].items():
         for index, entry in enumerate(entries):
             where = f"ops.{op}[{index}]"
             kernel = kernel_spec(entry, backend, op, document["platforms"], where, version)
-            if kernel.kernel_id in seen:
-                raise fail(
-                    f"{where}.kernel_id", f"{kernel.kernel_id} is also the id of {seen[kernel.kernel_id]}",
-                    code="KERNEL_DUPLICATE", value=kernel.kernel_id, limit=seen[kernel.kernel_id],
-                )  # fmt: skip
-            seen[kernel.kernel_id] = where
+            name, first = kernel.kernel_id, seen.setdefault(kernel.kernel_id, where)
+            if first != where:
+                text = f"{name} is also the id of {first}"
+                raise fail(f"{where}.kernel_id", text, code="KERNEL_DUPLICATE", value=name, limit=first)
             kernels.append(kernel)
-    try:
-        given = document["generation_map"]
-        generations = DEFAULT_GENERATIONS.override(given) if given else DEFAULT_GENERATIONS
-    except CapabilitiesError as error:
-        key = (error.key or "").replace("generations", "generation_map", 1)
-        raise fail(key, error.body.split(": ", 1)[-1], code=error.code, value=error.reasons[0].value) from None
+    given = document["generation_map"]
+    generations = DEFAULT_GENERATIONS.override(given, "generation_map") if given else DEFAULT_GENERATIONS
+    platforms: frozenset[Platform] = frozenset().union(*(kernel.platforms for kernel in kernels))
+    if not kernels:
+        platforms = document["platforms"] or frozenset()
     return Capabilities(
         backend=backend,
         kernels=tuple(kernels),
         hash=digest,
         api=document["api"],
         backend_version=document["backend_version"],
-        platforms=frozenset().union(*(k.platforms for k in kernels))
-        if kernels
-        else document["platforms"] or frozenset(),
+        platforms=platforms,
         vendor=vendor,
         generations=generations,
         doc=document["doc"],

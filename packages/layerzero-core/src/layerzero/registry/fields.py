@@ -1,7 +1,7 @@
 """The fields of capabilities.json, schema 1.0, as one declarative table.
 
 `DOCUMENT` is the whole file, `KERNEL` one entry under `ops`. The validator walks these tables and the
-JSON Schema is printed from them; to add a field, add a row here and say in `build.kernel_spec` which
+JSON Schema is printed from them; to add a field, add a row here and say in `capabilities.kernel_spec` which
 `KernelSpec` field it fills.
 """
 
@@ -74,27 +74,23 @@ def _specifier(given: str) -> None:
 
 
 @lru_cache(maxsize=256)  # comparing one word with all the others takes a third of a millisecond
-def _near_feature(word: str) -> str | None:
-    return nearest(word, FEATURES, cutoff=0.85)
+def _refuse_misspelt(word: str, known: frozenset[str]) -> None:
+    near = nearest(word, known, cutoff=0.85)
+    if near is not None:
+        raise ValueError(f"did you mean {near!r}?")
 
 
 def _feature(word: str) -> None:
     # A word nobody knows may be a third party's own; one that almost is a known word is a misspelling,
     # and would quietly switch the feature off.
-    if word in FEATURES or word.startswith("kv_"):
-        return
-    near = _near_feature(word)
-    if near is not None:
-        raise ValueError(f"did you mean {near!r}?")
+    if word not in FEATURES and not word.startswith("kv_"):
+        _refuse_misspelt(word, FEATURES)
 
 
 def _jit_field(word: str) -> None:
     # Ops may have sizes of their own, so an unknown word is no error; a misspelt one would merge artifacts that differ.
-    if word in KEYABLE or word.removeprefix("needs_") in FEATURES:
-        return
-    near = nearest(word, KEYABLE, cutoff=0.85)
-    if near is not None:
-        raise ValueError(f"did you mean {near!r}?")
+    if word not in KEYABLE and word.removeprefix("needs_") not in FEATURES:
+        _refuse_misspelt(word, KEYABLE)
 
 
 _NAME = text(r"^[a-z0-9][a-z0-9_\-]{0,63}\Z", "a lowercase name such as 'flashattn'")
@@ -114,103 +110,88 @@ _LIMIT_FIELDS = (
     Field("multiple_of", whole(1), "the value must be a multiple of this"),
     Field("one_of", list_of(whole(), 1), "the only allowed values"),
 )
-LIMIT = Record("limit", _LIMIT_FIELDS)
+LIMIT = Record("limit", *_LIMIT_FIELDS)
 HEAD_DIM = Record(
     "head_dim",
-    (
-        *_LIMIT_FIELDS,
-        Field("pairs", list_of(tuple_of(whole(1), 2), 1), "allowed (query/key, value) head dims that differ"),
-    ),
+    *_LIMIT_FIELDS,
+    Field("pairs", list_of(tuple_of(whole(1), 2), 1), "allowed (query/key, value) head dims that differ"),
 )
 PAGED = Record(
     "paged",
-    (
-        Field("page_sizes", list_of(whole(1), 1), "allowed tokens per page; any when left out"),
-        Field("layouts", list_of(choice(frozenset({"NHD", "HND"})), 1), "allowed cache layouts"),
-        Field("index_dtypes", list_of(choice(frozenset({"int32", "int64"})), 1), "allowed block table dtypes"),
-    ),
+    Field("page_sizes", list_of(whole(1), 1), "allowed tokens per page; any when left out"),
+    Field("layouts", list_of(choice(frozenset({"NHD", "HND"})), 1), "allowed cache layouts"),
+    Field("index_dtypes", list_of(choice(frozenset({"int32", "int64"})), 1), "allowed block table dtypes"),
 )
 
 BELOW = Record(
     "priority below",
-    (
-        Field("size", whole(2), "smaller ones", required=True),
-        Field("priority", number(), "points in place of priority, where they are less", required=True),
-    ),
+    Field("size", whole(2), "smaller ones", required=True),
+    Field("priority", number(), "points in place of priority, where they are less", required=True),
 )
 
 KERNEL = Record(
     "kernel",
-    (
-        Field("kernel_id", text("", "backend.op.variant"), "unique id, backend.op.variant", required=True),
-        Field("function", _FUNCTION, "the adapter as 'module:name', imported when the kernel is bound", required=True),
-        Field("dtypes", list_of(_DTYPE, 1), "torch dtype names it computes in", required=True),
-        Field("platforms", list_of(choice(Platform), 1), "device kinds; the file's platforms when left out"),
-        Field("priority", number(), "score prior in points before anything was measured", default=0.0),
-        Field("priority_below", map_of(BELOW, _WORD), "sizes below which less is expected of it", default={}),
-        Field("doc", text(empty=True), "one line for people", default=""),
-        # hardware
-        Field("min_sm", _SM, "oldest SM, 80 for SM 8.0"),
-        Field("max_sm", _SM, "newest SM it may run on"),
-        Field("generations", list_of(choice(GPUGeneration, by_name=True), 1), "GPU generations it is made for"),
-        Field("instruction_families", list_of(choice(InstructionFamily), 1), "needs at least one of these"),
-        Field("cpu_features", list_of(_WORD, 1), "needs all of these, in torch.cpu.get_capabilities() words"),
-        # sizes
-        Field("head_dim", HEAD_DIM, "limits on head_dim"),
-        Field("max_seq_len", whole(1), "short for limits on seq_len_q and seq_len_k"),
-        Field("limits", map_of(LIMIT, _WORD), "limits on any other named size", default={}),
-        Field("square", FLAG, "only equal query and key lengths", default=False),
-        # features; what is not declared is not supported
-        *(Field(name, FLAG, f"supports {name}", default=False) for name in FLAG_FEATURES),
-        Field("attn_mask", list_of(choice(frozenset({"bool", "float"}))), "kinds of attn_mask it takes"),
-        Field("causal", list_of(choice(frozenset(c.value for c in Causal if c is not Causal.NONE))), "alignments"),
-        Field(
-            "paged",
-            either(lambda value: isinstance(value, bool), FLAG, PAGED),
-            "reads a paged KV cache",
-            default=False,
-        ),
-        Field("features", list_of(_FEATURE), "any other feature words"),
-        Field("quant_formats", list_of(choice(QuantFormat), 1), "quantized formats"),
-        Field("granularities", list_of(_WORD, 1), "scale granularities"),
-        Field("weight_layout", _WORD, "takes only weights that its packer, or one of the same layout, has packed"),
-        Field("packer", _FUNCTION, "function (QuantizedTensor) -> tuple of tensors in weight_layout"),
-        Field("mixed_dtypes", FLAG, "takes inputs of different dtypes", default=False),
-        # memory order
-        Field("layouts", list_of(choice(Layout), 1), "layouts it takes without a copy"),
-        Field("stride_last_dim", whole(1), "required stride of the last axis"),
-        Field("contiguous", FLAG, "inputs must be contiguous", default=False),
-        Field("aligned_strides", FLAG, "strides must be multiples of 16 bytes", default=False),
-        Field("pointer_alignment", whole(1, 4096), "required alignment of data pointers, in bytes"),
-        Field("adapt", list_of(_WORD), "transforms LayerZero may apply to make inputs fit"),
-        # behaviour
-        Field("graph_safe", FLAG, "safe inside CUDA graph capture", default=False),
-        Field("traceable", _TRACEABLE, "what torch.compile traces: itself, plain, or a function", default=""),
-        Field("deterministic", FLAG, "bit-identical results for identical inputs", default=False),
-        Field("batch_invariant", FLAG, "a row's bits depend on nothing else in the call", default=False),
-        Field("tp_invariant", FLAG, "result does not depend on the tensor-parallel size", default=False),
-        Field("jit", FLAG, "compiles at first use", default=False),
-        Field(
-            "jit_key",
-            list_of(_JIT_FIELD, 1, to=tuple),
-            "context fields: one compiled artifact for each of their values",
-        ),
-        Field(
-            "compiler",
-            either(lambda value: value == "device", choice(frozenset({"device"})), _FUNCTION),
-            "function (CompileOrder) that compiles without the device, or 'device': only there, left to lz warmup",
-        ),
-        Field("fuses", list_of(_OP, to=tuple), "ops it computes in one go"),
-        Field("guards", list_of(_WORD), "facts to check at each hot call"),
-        Field("workspace", EXPRESSION, "bytes of scratch memory"),
-        Field(
-            "grid",
-            either(lambda value: isinstance(value, str), choice(frozenset({"library"})), tuple_of(EXPRESSION, 3)),
-            "CUDA grid as three formulas, or 'library' when the vendor computes its launch",
-        ),
-        Field("error_bounds", map_of(number(0.0), _WORD), "largest error against the reference, by dtype or format"),
-        Field("predicate", _FUNCTION, "function (Context) -> list of Reason for what data cannot say"),
+    Field("kernel_id", text("", "backend.op.variant"), "unique id, backend.op.variant", required=True),
+    Field("function", _FUNCTION, "the adapter as 'module:name', imported when the kernel is bound", required=True),
+    Field("dtypes", list_of(_DTYPE, 1), "torch dtype names it computes in", required=True),
+    Field("platforms", list_of(choice(Platform), 1), "device kinds; the file's platforms when left out"),
+    Field("priority", number(), "score prior in points before anything was measured", default=0.0),
+    Field("priority_below", map_of(BELOW, _WORD), "sizes below which less is expected of it", default={}),
+    Field("doc", text(empty=True), "one line for people", default=""),
+    # hardware
+    Field("min_sm", _SM, "oldest SM, 80 for SM 8.0"),
+    Field("max_sm", _SM, "newest SM it may run on"),
+    Field("generations", list_of(choice(GPUGeneration, by_name=True), 1), "GPU generations it is made for"),
+    Field("instruction_families", list_of(choice(InstructionFamily), 1), "needs at least one of these"),
+    Field("cpu_features", list_of(_WORD, 1), "needs all of these, in torch.cpu.get_capabilities() words"),
+    # sizes
+    Field("head_dim", HEAD_DIM, "limits on head_dim"),
+    Field("max_seq_len", whole(1), "short for limits on seq_len_q and seq_len_k"),
+    Field("limits", map_of(LIMIT, _WORD), "limits on any other named size", default={}),
+    Field("square", FLAG, "only equal query and key lengths", default=False),
+    # features; what is not declared is not supported
+    *(Field(name, FLAG, f"supports {name}", default=False) for name in FLAG_FEATURES),
+    Field("attn_mask", list_of(choice(frozenset({"bool", "float"}))), "kinds of attn_mask it takes"),
+    Field("causal", list_of(choice(frozenset(c.value for c in Causal if c is not Causal.NONE))), "alignments"),
+    Field("paged", either(lambda value: isinstance(value, bool), FLAG, PAGED), "reads a paged KV cache", default=False),
+    Field("features", list_of(_FEATURE), "any other feature words"),
+    Field("quant_formats", list_of(choice(QuantFormat), 1), "quantized formats"),
+    Field("granularities", list_of(_WORD, 1), "scale granularities"),
+    Field("weight_layout", _WORD, "takes only weights that its packer, or one of the same layout, has packed"),
+    Field("packer", _FUNCTION, "function (QuantizedTensor) -> tuple of tensors in weight_layout"),
+    Field("mixed_dtypes", FLAG, "takes inputs of different dtypes", default=False),
+    # memory order
+    Field("layouts", list_of(choice(Layout), 1), "layouts it takes without a copy"),
+    Field("stride_last_dim", whole(1), "required stride of the last axis"),
+    Field("contiguous", FLAG, "inputs must be contiguous", default=False),
+    Field("aligned_strides", FLAG, "strides must be multiples of 16 bytes", default=False),
+    Field("pointer_alignment", whole(1, 4096), "required alignment of data pointers, in bytes"),
+    Field("adapt", list_of(_WORD), "transforms LayerZero may apply to make inputs fit"),
+    # behaviour
+    Field("graph_safe", FLAG, "safe inside CUDA graph capture", default=False),
+    Field("traceable", _TRACEABLE, "what torch.compile traces: itself, plain, or a function", default=""),
+    Field("deterministic", FLAG, "bit-identical results for identical inputs", default=False),
+    Field("batch_invariant", FLAG, "a row's bits depend on nothing else in the call", default=False),
+    Field("tp_invariant", FLAG, "result does not depend on the tensor-parallel size", default=False),
+    Field("jit", FLAG, "compiles at first use", default=False),
+    Field(
+        "jit_key", list_of(_JIT_FIELD, 1, to=tuple), "context fields: one compiled artifact for each of their values"
     ),
+    Field(
+        "compiler",
+        either(lambda value: value == "device", choice(frozenset({"device"})), _FUNCTION),
+        "function (CompileOrder) that compiles without the device, or 'device': only there, left to lz warmup",
+    ),
+    Field("fuses", list_of(_OP, to=tuple), "ops it computes in one go"),
+    Field("guards", list_of(_WORD), "facts to check at each hot call"),
+    Field("workspace", EXPRESSION, "bytes of scratch memory"),
+    Field(
+        "grid",
+        either(lambda value: isinstance(value, str), choice(frozenset({"library"})), tuple_of(EXPRESSION, 3)),
+        "CUDA grid as three formulas, or 'library' when the vendor computes its launch",
+    ),
+    Field("error_bounds", map_of(number(0.0), _WORD), "largest error against the reference, by dtype or format"),
+    Field("predicate", _FUNCTION, "function (Context) -> list of Reason for what data cannot say"),
 )
 
 _DIST = text(r"^[A-Za-z0-9][A-Za-z0-9._\-]*\Z", "a distribution name")
@@ -219,62 +200,48 @@ _FILE = text(r"^[\w.\-]+(/[\w.\-]+)*\Z", "a JSON file of the vendor")
 _KEYS = text(r"^\w+(\.\w+)*\Z", "keys with dots between")
 BUILD = Record(
     "build",
-    (
-        Field("file", _FILE, "relative to the folder it is installed in", required=True),
-        Field("cuda", _KEYS, "where the CUDA version stands in it", required=True),
-    ),
+    Field("file", _FILE, "relative to the folder it is installed in", required=True),
+    Field("cuda", _KEYS, "where the CUDA version stands in it", required=True),
 )
 VENDOR = Record(
     "vendor",
-    (
-        Field("dist", _DIST, "its name", required=True),
-        Field("import", _MODULE, "module to import"),
-        Field("version", _SPECIFIER, "versions the adapters work with", default=""),
-        Field("extra", _NAME, "extra of the backend's package that pulls the vendor in"),
-        Field("install", text(), "exact command when 'pip install' of dist or extra is not enough"),
-        Field("build", BUILD, "where the installed vendor says what it was built for"),
-    ),
+    Field("dist", _DIST, "its name", required=True),
+    Field("import", _MODULE, "module to import"),
+    Field("version", _SPECIFIER, "versions the adapters work with", default=""),
+    Field("extra", _NAME, "extra of the backend's package that pulls the vendor in"),
+    Field("install", text(), "exact command when 'pip install' of dist or extra is not enough"),
+    Field("build", BUILD, "where the installed vendor says what it was built for"),
 )
 CONFLICT = Record(
     "conflict",
-    (
-        Field("dist", _DIST, "a distribution that breaks the vendor in one process", required=True),
-        Field("unless", _DIST, "no conflict when this distribution is there as well"),
-        Field("module", _MODULE, "the module they quarrel about; hidden, there is no conflict", required=True),
-        Field("why", text(), "what happens", required=True),
-    ),
+    Field("dist", _DIST, "a distribution that breaks the vendor in one process", required=True),
+    Field("unless", _DIST, "no conflict when this distribution is there as well"),
+    Field("module", _MODULE, "the module they quarrel about; hidden, there is no conflict", required=True),
+    Field("why", text(), "what happens", required=True),
 )
 _VARIABLE = text(r"^[A-Za-z_]\w*\Z", "a variable")
 ISOLATION = Record(
     "isolation",
-    (
-        Field("hide", list_of(_MODULE, to=tuple), "modules its own process must not see"),
-        Field("env", map_of(text(empty=True), _VARIABLE), "variables of its own process", default={}),
-    ),
+    Field("hide", list_of(_MODULE, to=tuple), "modules its own process must not see"),
+    Field("env", map_of(text(empty=True), _VARIABLE), "variables of its own process", default={}),
 )
 
+_SCHEMA_VERSION = choice(frozenset({SCHEMA_VERSION}))
 _GENERATION_KEY = text(r"^\s*\d{2,4}\s*(\+|-\s*\d{2,4})?\s*\Z", "an SM range such as '89', '75-79' or '130+'")
 # What is inside is checked by `GenerationMap.override`.
 _GENERATION = Kind(lambda value, where: value, lambda: {"type": "object"})
 
 DOCUMENT = Record(
     "capabilities.json",
-    (
-        Field(
-            "schema_version",
-            choice(frozenset({SCHEMA_VERSION})),
-            f"version of this format: {SCHEMA_VERSION}",
-            required=True,
-        ),
-        Field("backend", _NAME, "name of the backend; kernel ids begin with it", required=True),
-        Field("ops", map_of(list_of(KERNEL, to=list, unique=False), _OP), "op name to list of kernels", required=True),
-        Field("platforms", list_of(choice(Platform), 1), "platforms of kernels that do not name their own"),
-        Field("backend_version", _SPECIFIER, "versions of the vendor library this file is right for", default=""),
-        Field("api", _SPECIFIER, "plugin API versions it is written for", default=DEFAULT_API),
-        Field("vendor", VENDOR, "the library the adapters call; none when the backend is self-contained"),
-        Field("conflicts", list_of(CONFLICT, to=list, unique=False), "distributions it cannot share a process with"),
-        Field("isolation", ISOLATION, "what its own process needs, where policy gives it one"),
-        Field("generation_map", map_of(_GENERATION, _GENERATION_KEY), "what newer SM versions are", default={}),
-        Field("doc", text(empty=True), "one line for people", default=""),
-    ),
+    Field("schema_version", _SCHEMA_VERSION, f"version of this format: {SCHEMA_VERSION}", required=True),
+    Field("backend", _NAME, "name of the backend; kernel ids begin with it", required=True),
+    Field("ops", map_of(list_of(KERNEL, to=list, unique=False), _OP), "op name to list of kernels", required=True),
+    Field("platforms", list_of(choice(Platform), 1), "platforms of kernels that do not name their own"),
+    Field("backend_version", _SPECIFIER, "versions of the vendor library this file is right for", default=""),
+    Field("api", _SPECIFIER, "plugin API versions it is written for", default=DEFAULT_API),
+    Field("vendor", VENDOR, "the library the adapters call; none when the backend is self-contained"),
+    Field("conflicts", list_of(CONFLICT, to=list, unique=False), "distributions it cannot share a process with"),
+    Field("isolation", ISOLATION, "what its own process needs, where policy gives it one"),
+    Field("generation_map", map_of(_GENERATION, _GENERATION_KEY), "what newer SM versions are", default={}),
+    Field("doc", text(empty=True), "one line for people", default=""),
 )

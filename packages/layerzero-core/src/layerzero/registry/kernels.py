@@ -6,14 +6,13 @@ with `add`, `replace` or `without` and publishes it. Nothing is ever changed in 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
 from layerzero.errors import PluginError, UnknownNameError, nearest
+from layerzero.json_form import digest
 from layerzero.model.context import Context
 from layerzero.model.enums import Platform
 from layerzero.model.kernel import BackendSpec, KernelSpec
@@ -66,7 +65,6 @@ class KernelRegistry:
         return tuple(spec for _, spec in sorted(self.kernels.items()) if spec.backend == backend)
 
     def by_platform(self, platform: Platform | str) -> tuple[KernelSpec, ...]:
-        """Every kernel that runs on a kind of device, ordered by id."""
         return tuple(spec for _, spec in sorted(self.kernels.items()) if Platform(platform) in spec.platforms)
 
     def by_context(self, ctx: Context) -> tuple[KernelSpec, ...]:
@@ -81,15 +79,15 @@ class KernelRegistry:
     @cached_property
     def capabilities_hash(self) -> str:
         """Changes whenever a descriptor, a version, an availability or a kernel declared in code changes."""
+        backends = self.backends.values()
         parts = {
             "backends": sorted(
-                (b.name, b.capabilities_hash, b.version, b.vendor_version or "", b.available)
-                for b in self.backends.values()
+                (b.name, b.capabilities_hash, b.version, b.vendor_version or "", b.available) for b in backends
             ),
             "kernels": sorted((spec.kernel_id, spec.version) for spec in self.kernels.values()),
             "loose": [self.kernels[kernel_id].to_json() for kernel_id in sorted(self.loose)],
         }
-        return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        return digest(parts)
 
     # -- building --------------------------------------------------------------------------------
     def add(self, kernels: Iterable[KernelSpec], backend: BackendSpec | None = None) -> KernelRegistry:
@@ -101,9 +99,8 @@ class KernelRegistry:
         merged = dict(self.kernels)
         for spec in new:
             if spec.kernel_id in merged:
-                raise PluginError(
-                    code="KERNEL_DUPLICATE", value=spec.kernel_id, limit=f"backend {merged[spec.kernel_id].backend}"
-                )
+                owner = f"backend {merged[spec.kernel_id].backend}"
+                raise PluginError(code="KERNEL_DUPLICATE", value=spec.kernel_id, limit=owner)
             merged[spec.kernel_id] = spec
         backends = dict(self.backends)
         if backend is not None:
@@ -126,9 +123,7 @@ class KernelRegistry:
         """A new snapshot without these kernels and without these backends and all their kernels."""
         gone, gone_backends = set(kernels), set(backends)
         kept = {
-            kernel_id: spec
-            for kernel_id, spec in self.kernels.items()
-            if kernel_id not in gone and spec.backend not in gone_backends
+            name: spec for name, spec in self.kernels.items() if name not in gone and spec.backend not in gone_backends
         }
         left = {name: spec for name, spec in self.backends.items() if name not in gone_backends}
         return self._next(kept, left, self.loose & kept.keys())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import hashlib
 import json
 import math
 import re
@@ -19,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from layerzero import errors
+from layerzero import errors, json_form
 from layerzero.errors import CapabilitiesError
 from layerzero.model.formula import Formula
 from layerzero.reasons import ReasonCode
@@ -76,9 +75,8 @@ def nearest(word: str, known: Collection[str], cutoff: float = 0.6) -> str | Non
 
 def type_name(value: object) -> str:
     """The JSON word for the type of a value."""
-    return {dict: "object", list: "array", str: "text", bool: "true/false", type(None): "null"}.get(
-        type(value), type(value).__name__
-    )
+    known = {dict: "object", list: "array", str: "text", bool: "true/false", type(None): "null"}
+    return known.get(type(value), type(value).__name__)
 
 
 def _short(number: float) -> int | float | str:
@@ -265,10 +263,9 @@ def _children(value: Any) -> Collection[Any]:
 def digest(document: Mapping[str, Any]) -> str:
     """A hash of the content, whatever its order and spacing."""
     try:
-        text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return json_form.digest(document)
     except (TypeError, ValueError) as error:
         raise fail("", f"holds a value that JSON has no word for: {error}", value=str(error)) from None
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 _MAX_ITEMS = 4_096
@@ -337,10 +334,7 @@ def map_of(item: Kind, key: Kind) -> Kind:
             raise fail(where, f"expected at most {_MAX_ITEMS} entries, got {len(value)}", limit=_MAX_ITEMS)
         return {key.parse(name, where): item.parse(entry, (where, name)) for name, entry in value.items()}
 
-    return Kind(
-        parse,
-        lambda: {"type": "object", "propertyNames": key.schema(), "additionalProperties": item.schema()},
-    )
+    return Kind(parse, lambda: {"type": "object", "propertyNames": key.schema(), "additionalProperties": item.schema()})
 
 
 def either(picks: Callable[[Any], bool], first: Kind, second: Kind) -> Kind:
@@ -359,11 +353,14 @@ class Field:
 
 
 class Record(Kind):
-    """An object with a closed set of keys: the declarative table that validator and schema are read from."""
+    """An object with a closed set of keys: the declarative table that validator and schema are read from.
+
+    Every declared key is given, defaults filled in. A missing or unknown key is an error that names it.
+    """
 
     __slots__ = ("_defaults", "_known", "_required", "fields", "title")
 
-    def __init__(self, title: str, fields: tuple[Field, ...]) -> None:
+    def __init__(self, title: str, *fields: Field) -> None:
         super().__init__(self._parse, self._schema)
         self.title = title
         self.fields = fields
@@ -372,7 +369,6 @@ class Record(Kind):
         self._required = frozenset(entry.name for entry in fields if entry.required)
 
     def _parse(self, value: Any, where: Where) -> dict[str, Any]:
-        """Every declared key, defaults filled in. A missing or unknown key is an error that names it."""
         if not isinstance(value, Mapping):
             raise fail(where or self.title, f"expected an object, got {type_name(value)}", value=value)
         known, found = self._known, self._defaults.copy()
@@ -387,14 +383,11 @@ class Record(Kind):
         for name in value:
             if not isinstance(name, str) or name not in known:
                 near = nearest(str(name), known)
-                raise fail(
-                    (where, str(name)[:80]),
-                    "unknown field" if near else f"unknown field; known: {', '.join(known)}",
-                    code="SCHEMA_FIELD_UNKNOWN",
-                    value=str(name),
-                    limit=near,
-                    hint=None if near else "remove it",
-                )
+                text, hint = "unknown field", None
+                if near is None:
+                    text, hint = f"unknown field; known: {', '.join(known)}", "remove it"
+                place = (where, str(name)[:80])
+                raise fail(place, text, code="SCHEMA_FIELD_UNKNOWN", value=str(name), limit=near, hint=hint)
         for name, entry in known.items():
             if name in value:
                 found[name] = entry.kind.parse(value[name], (where, name))
@@ -403,7 +396,6 @@ class Record(Kind):
         return found
 
     def _schema(self) -> dict[str, Any]:
-        """An object schema that allows no other key."""
         return {
             "type": "object",
             "title": self.title,

@@ -24,35 +24,28 @@ from layerzero.registry.kinds import Field, Record, choice, decoded, digest, fai
 
 SCHEMA_VERSION = "1.0"
 
-_WORDS = list_of(text(empty=True), to=list, unique=False)
+_TEXT = text(empty=True)
+_WORDS = list_of(_TEXT, to=list, unique=False)
 _PROVEN = Record(
     "proven",
-    (
-        Field("ids", _WORDS, "the kernels", required=True),
-        Field("dtypes", _WORDS, "torch dtype names they were tried in", required=True),
-        Field("words", _WORDS, "what else was asked of them", required=True),
-    ),
+    Field("ids", _WORDS, "the kernels", required=True),
+    Field("dtypes", _WORDS, "torch dtype names they were tried in", required=True),
+    Field("words", _WORDS, "what else was asked of them", required=True),
 )
 _FAMILY = Record(
     "family",
-    (
-        Field("made", text(empty=True), "how, when and on what", required=True),
-        Field("kernels", list_of(_PROVEN, to=list, unique=False), "what was shown of which kernels", required=True),
-    ),
+    Field("made", text(empty=True), "how, when and on what", required=True),
+    Field("kernels", list_of(_PROVEN, to=list, unique=False), "what was shown of which kernels", required=True),
 )
 _DOCUMENT = Record(
     "proofs.json",
-    (
-        Field("schema_version", choice(frozenset({SCHEMA_VERSION})), "version of this format", required=True),
-        Field("backend", text(empty=True), "the backend whose kernels they are", required=True),
-        Field("version", text(empty=True), "version of its package", required=True),
-        Field("vendor", text(empty=True), "the library behind it, with its version", required=True),
-        Field(
-            "families", map_of(_FAMILY, text(empty=True)), "family of devices to what was shown there", required=True
-        ),
-        Field("sources", text(), "over the sources of the package; without it the version counts"),
-        Field("hash", text(empty=True), "over everything else", required=True),
-    ),
+    Field("schema_version", choice(frozenset({SCHEMA_VERSION})), "version of this format", required=True),
+    Field("backend", text(empty=True), "the backend whose kernels they are", required=True),
+    Field("version", text(empty=True), "version of its package", required=True),
+    Field("vendor", text(empty=True), "the library behind it, with its version", required=True),
+    Field("families", map_of(_FAMILY, _TEXT), "family of devices to what was shown there", required=True),
+    Field("sources", text(), "over the sources of the package; without it the version counts"),
+    Field("hash", text(empty=True), "over everything else", required=True),
 )
 
 _NATIVE = frozenset({".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".metal", ".rs"})
