@@ -150,7 +150,9 @@ class Calls(Protocol):
 def forward(call: Calls, w: LayerWeights, x: Tensor, tables: Tables, prefix: str = "") -> Stages:
     """Every stage of a causal layer on x [B, S, H]; `prefix` goes before the stage names in the caller's notes."""
     found, (q, k, v) = _before(call, w, x, tables, prefix)
-    found["scores"] = causal_scores(q, k)
+    # scaled, of every query with the keys up to its own, zero elsewhere; what a kernel keeps to itself
+    keys = k.repeat_interleave(w.heads // w.kv_heads, dim=1)
+    found["scores"] = torch.tril(q @ keys.transpose(-1, -2) / math.sqrt(w.head_dim))
     out = call(f"{prefix}attn_out", "attention", q, k, v, is_causal=True)
     call.stages[f"{prefix}scores"] = call.stages[f"{prefix}attn_out"]
     found["attn_out"] = out.transpose(1, 2).reshape(*x.shape[:2], -1)
@@ -234,12 +236,8 @@ class _Paged:
         self.page = max(w.kv_heads, 2)
         per_row = -(-length // self.page)
         blocks = batch * per_row
-        shape = (
-            (blocks, self.page, w.kv_heads, w.head_dim)
-            if layout == "NHD"
-            else (blocks, w.kv_heads, self.page, w.head_dim)
-        )
-        self.keys, self.values = x.new_zeros(shape), x.new_zeros(shape)
+        rows = (self.page, w.kv_heads) if layout == "NHD" else (w.kv_heads, self.page)
+        self.keys, self.values = (x.new_zeros(blocks, *rows, w.head_dim) for _ in range(2))
         order = torch.arange(blocks, dtype=torch.int32).flip(0).reshape(batch, per_row)
         self.tables = order.to(x.device)
         self.seen = 0
@@ -261,10 +259,3 @@ class _Paged:
         query = q.transpose(1, 2).reshape(batch * new, heads, dim)
         out: Tensor = self.call(stage, "paged_attention", query, self.keys, self.values, plan, layout=self.layout)
         return out.reshape(batch, new, heads * dim)
-
-
-def causal_scores(q: Tensor, k: Tensor) -> Tensor:
-    """Scaled scores of every query with the keys up to its own, zero elsewhere; what a kernel keeps to itself."""
-    groups = q.shape[1] // k.shape[1]
-    keys = k.repeat_interleave(groups, dim=1)
-    return torch.tril(q @ keys.transpose(-1, -2) / math.sqrt(q.shape[-1]), diagonal=k.shape[2] - q.shape[2])

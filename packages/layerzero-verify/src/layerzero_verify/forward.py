@@ -171,8 +171,8 @@ def _judge(call: Caller, label: str, got: Tensor, want: Tensor, kept: Tensor, bo
     wrong = (~top & kept & clear).nonzero().tolist()
     figures = (("top1_agreement", (top & kept).sum().item() / kept.sum().item()),)
     if wrong and check.status is Status.OK:
-        found_best, best_of_all = (int(logits[tuple(wrong[0])].argmax()) for logits in (got, want))
-        text = f"top-1 at position {wrong[0]}: got {found_best}, want {best_of_all}"
+        ours, theirs = (int(logits[tuple(wrong[0])].argmax()) for logits in (got, want))
+        text = f"top-1 at position {wrong[0]}: got {ours}, want {theirs}"
         return replace(check, status=Status.FAIL, detail=text, figures=figures)
     if wrong:
         detail = f"top-1 differs at {len(wrong)} of {int(kept.sum())} positions, first at {wrong[0]}"
@@ -295,10 +295,7 @@ def check_training(
             yield _gradients(ours, theirs, call)
         for count, weights, losses in TRAINING:
             if step == count:
-                pairs = zip(ours.named_parameters(), theirs.parameters(), strict=True)
-                reports = {mine[0]: compare(mine[1].detach(), other.detach(), limit(weights)) for mine, other in pairs}
-                worst = max(reports, key=lambda name: reports[name].max_abs)
-                check = call.compared(f"weights after {step} steps", reports[worst], stage=worst, served=call.served)
+                check = _weights(call, step, ours, theirs, weights)
                 off = abs(loss - want)
                 if not off < losses:
                     check = replace(check, status=Status.FAIL, detail=f"loss differs by {off:.3g}, limit {losses:g}")
@@ -328,3 +325,11 @@ def _gradients(ours: Any, theirs: Any, call: Caller) -> Check:
         checks.append(call.compared("gradients of the first step", compare(got, want, bound), stage=name))
     worst = max(checks, key=lambda check: (check.status is Status.FAIL, check.max_abs or 0))
     return replace(worst, served=call.served)
+
+
+def _weights(call: Caller, step: int, ours: Any, theirs: Any, bound: float) -> Check:
+    """The worst of the weights after a number of steps."""
+    pairs = zip(ours.named_parameters(), theirs.parameters(), strict=True)
+    reports = {name: compare(mine.detach(), other.detach(), limit(bound)) for (name, mine), other in pairs}
+    worst = max(reports, key=lambda name: reports[name].max_abs)
+    return call.compared(f"weights after {step} steps", reports[worst], stage=worst, served=call.served)

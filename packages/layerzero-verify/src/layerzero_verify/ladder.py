@@ -144,6 +144,9 @@ def verify(
         # A CPU without bfloat16 units says so once; the result is right all the same.
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
         found = runner.climb(progress or (lambda done, total, label: None))
+    versions = {"layerzero": __version__, "torch": torch.__version__}
+    if not models.missing():
+        versions["transformers"] = importlib.metadata.version("transformers")
     return VerifyReport(
         lane=lane,
         target=target.name,
@@ -155,7 +158,7 @@ def verify(
         levels=found,
         verdict=judge(found, target),
         seconds=time.perf_counter() - started,
-        versions=_versions(),
+        versions=tuple(versions.items()),
         notes=_notes(found, target),
     )
 
@@ -186,13 +189,6 @@ def _levels(level: int | Iterable[int] | None) -> frozenset[int]:
     if not wanted or not wanted <= known:
         raise invalid("VALUE_INVALID", str(level), sorted(known), f"no such level: {level}")
     return wanted
-
-
-def _versions() -> tuple[tuple[str, str], ...]:
-    found = [("layerzero", __version__), ("torch", torch.__version__)]
-    if not models.missing():
-        found.append(("transformers", importlib.metadata.version("transformers")))
-    return tuple(found)
 
 
 def _notes(found: tuple[Level, ...], target: Target) -> tuple[str, ...]:

@@ -50,10 +50,10 @@ def _attention(
         ahead = ahead + seq_k - seq_q
     left, right = (math.inf if side < 0 else side for side in window or (-1, -1))
     seen = ((-left <= ahead) & (ahead <= (min(right, 0) if is_causal else right))).expand_as(scores)
-    if attn_mask is not None:
-        seen, scores = (
-            (seen & attn_mask, scores) if attn_mask.dtype is torch.bool else (seen, scores + attn_mask.double())
-        )
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        seen = seen & attn_mask
+    elif attn_mask is not None:
+        scores = scores + attn_mask.double()
     # sums are kept in float32 at least, as softmax keeps them
     powers = torch.where(seen, scores, -math.inf).to(torch.promote_types(scores.dtype, torch.float32))
     limits = torch.finfo(powers.dtype)
@@ -120,10 +120,6 @@ def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     size = torch.linalg.vector_norm(x, dim=-1, keepdim=True) ** 2 / x.shape[-1]
     out = x / torch.sqrt(size + eps)
     return out if weight is None else out * weight
-
-
-def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    return _rms_norm(x + residual, weight, eps), x + residual
 
 
 def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -215,7 +211,7 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "attention": _attention,
     "paged_attention": _paged,
     "rms_norm": _rms_norm,
-    "add_rms_norm": _add_rms_norm,
+    "add_rms_norm": lambda x, residual, *rest: (_rms_norm(x + residual, *rest), x + residual),
     "layer_norm": _layer_norm,
     "rope": _rope,
     "silu_and_mul": lambda x: _gated(x, _ACTIVATIONS["silu"]),

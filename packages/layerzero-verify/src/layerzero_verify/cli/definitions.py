@@ -18,7 +18,6 @@ _ROOT = click.option("--root", type=click.Path(path_type=Path), help="The datase
 _TRUST = click.option(
     "--trust", multiple=True, type=click.Path(), help="A folder or file whose definitions may run their code."
 )
-_SIZES = ("small", "medium", "large", "runner")
 
 
 def add(group: click.Group) -> None:
@@ -99,8 +98,12 @@ def add(group: click.Group) -> None:
     @_ROOT
     @_TRUST
     @click.option("--backend", multiple=True, help="A backend or kernel id; else every kernel of the op.")
-    @click.option("--sizes", default="small,medium", show_default=True, help=f"Of {', '.join(_SIZES)}, or none.")
-    @click.option("--workloads/--no-workloads", default=True, help="Whether the dataset's own workloads are used too.")
+    @click.option(
+        "--sizes", default="small,medium", show_default=True, help="Of small, medium, large, runner, or none."
+    )
+    @click.option(
+        "--workloads/--no-workloads", "stored", default=True, help="Whether the dataset's own workloads are used too."
+    )
     @click.option("--rtol", type=click.FloatRange(min=0), help="Instead of the table's relative bound.")
     @click.option("--atol", type=click.FloatRange(min=0), help="Instead of the table's absolute bound.")
     @click.option("--device", help="Where to run; else the GPU if there is one.")
@@ -117,21 +120,12 @@ def add(group: click.Group) -> None:
         from layerzero_verify.definitions import Options, open_dataset, write_traces
         from layerzero_verify.definitions import check as run
 
-        dataset = open_dataset(given["root"])
-        chosen = dataset.select(given["name"], given["op_type"], everything=everything)
-        options = Options(given["backend"], given["device"], given["trust"], given["rtol"], given["atol"])
+        dataset = open_dataset(given.pop("root"))
+        chosen = dataset.select(given.pop("name"), given.pop("op_type"), everything=everything)
+        options = Options(*(given.pop(word) for word in ("backend", "device", "trust", "rtol", "atol")))
+        wanted = [word for word in sizes.replace(",", " ").split() if word != "none"]
         watch = _progress()
-        report = run(
-            dataset,
-            chosen,
-            options,
-            sizes=[word for word in sizes.replace(",", " ").split() if word != "none"],
-            stored=given["workloads"],
-            force=given["force"],
-            seed=given["seed"],
-            timeout=given["timeout"],
-            watch=watch,
-        )
+        report = run(dataset, chosen, options, sizes=wanted, watch=watch, **given)
         watch("")
         written = write_traces(report, out) if out is not None else 0
         data = {**report.to_json(), "traces_written": written}

@@ -36,11 +36,8 @@ class Problem:
         return f"{self.path}: {self.error}"
 
 
-Lines = tuple[Mapping[str, list[Trace]], tuple[Problem, ...]]
-
-
 @lru_cache(maxsize=4096)
-def _lines(path: Path, stamp: tuple[int, int]) -> Lines:
+def _lines(path: Path, stamp: tuple[int, int]) -> tuple[Mapping[str, list[Trace]], tuple[Problem, ...]]:
     """The lines of a file by the definition they name, and what cannot be read; anew for another time or size."""
     try:
         good, bad = read_traces(path)

@@ -11,12 +11,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 from layerzero.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    import torch
 
 _MAX_BYTES = 16 * 1024 * 1024
 MISSING: Any = object()
@@ -240,8 +239,6 @@ def parse_definition(data: Any, source: Path | None = None) -> Definition:
 
 def torch_dtype(name: str) -> torch.dtype:
     """torch's dtype for the format's name."""
-    import torch
-
     found: torch.dtype = getattr(torch, DTYPES[name])
     return found
 

@@ -12,7 +12,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,11 +41,8 @@ _PER_BASE = 25
 Run = Callable[[tuple[Any, ...]], Any]
 
 
-class Composition(NamedTuple):
-    """One call in words, and its rows beside those of the rows alone."""
-
-    words: str
-    pairs: list[tuple[Tensor, Tensor]]
+# One call in words, and its rows beside those of the rows alone.
+Composition: TypeAlias = tuple[str, list[tuple[Tensor, Tensor]]]
 
 
 class _Rows:
@@ -96,7 +93,7 @@ class _Rows:
             if key not in self.alone:
                 self.alone[key] = self._row(self._call([key[0]] * (key[1] + 1)), key[1])
             pairs += list(zip(self._row(result, place), self.alone[key], strict=True))
-        return Composition(f"{self.case.label}: {count} rows", pairs)
+        return f"{self.case.label}: {count} rows", pairs
 
 
 class _Sequences(ABC):
@@ -146,7 +143,7 @@ class _Sequences(ABC):
         found = self.attend(parts)
         pairs = [(item, self.alone[number][begin:end]) for item, (number, begin, end) in zip(found, parts, strict=True)]
         words = ", ".join(f"{begin}:{end} of {self.lengths[number]}" for number, begin, end in parts[:3])
-        return Composition(f"{len(parts)} sequences, tokens {words}", pairs)
+        return f"{len(parts)} sequences, tokens {words}", pairs
 
 
 class _Dense(_Sequences):
