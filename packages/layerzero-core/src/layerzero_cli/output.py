@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import IO, Any
 
 _ASCII = str.maketrans({"→": "->", "–": "-", "µ": "u", "…": "...", "×": "x"})
@@ -214,13 +215,13 @@ def _table(table: Table, width: int | None) -> Iterator[list[Cell]]:
 
 def _aligned(row: Sequence[Cell], widths: Sequence[int], right: Collection[int]) -> Iterator[list[Cell]]:
     """The lines of a row, every cell in its column."""
-    parts = [_wrapped(cell.text, size or None) for cell, size in zip(row, widths, strict=True)]
-    for number in range(max(map(len, parts))):
+    columns = [_wrapped(cell.text, size or None) for cell, size in zip(row, widths, strict=True)]
+    last = len(row) - 1
+    for texts in zip_longest(*columns, fillvalue=""):
         line = []
-        for i, (cell, size) in enumerate(zip(row, widths, strict=True)):
-            text = parts[i][number] if number < len(parts[i]) else ""
-            filled = text.rjust(size) if i in right else text if i == len(row) - 1 else text.ljust(size)
-            line.append(Cell(filled if i == len(row) - 1 else filled + _GAP, cell.style))
+        for i, (text, cell, size) in enumerate(zip(texts, row, widths, strict=True)):
+            filled = text.rjust(size) if i in right else text if i == last else text.ljust(size)
+            line.append(Cell(filled if i == last else filled + _GAP, cell.style))
         yield line
 
 
@@ -274,17 +275,11 @@ def describe_error(error: BaseException) -> list[Block]:
             Line("this should not happen; LAYERZERO_DEBUG=1 shows the traceback", "dim", indent=2),
         ]
     blocks: list[Block] = [Line(f"error {error.code.value}: {error.body}", "bold red", hang=2)]
-    first = error.reasons[0]
-    rows = [
-        (name, _short(value))
-        for name, value in (("value", first.value), ("limit", first.limit), ("hint", error.hint))
-        if value not in (None, "")
-    ]
+    first, rows = error.reasons[0], []
+    for name, value in (("value", first.value), ("limit", first.limit), ("hint", error.hint)):
+        if value not in (None, ""):
+            text = str(value)
+            rows.append((Cell(name, "dim"), text if len(text) <= 400 else f"{text[:400]}…"))
     if rows:
-        blocks.append(Table(("", ""), [(Cell(name, "dim"), text) for name, text in rows], indent=2))
+        blocks.append(Table(("", ""), rows, indent=2))
     return blocks
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 400 else f"{text[:400]}…"

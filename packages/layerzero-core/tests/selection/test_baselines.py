@@ -14,7 +14,7 @@ from layerzero.backends.reference import varlen as reference_paged
 from layerzero.backends.reference.attention import attention as reference_attention
 from layerzero.backends.reference.varlen import grouped_attention, varlen_attention
 from layerzero.backends.sdpa import default
-from layerzero.backends.torch_native import norm
+from layerzero.backends.torch_native import kernels as native
 from layerzero.backends.torch_native.sampling import sample_sorted
 from layerzero.model.grouped import make_grouped_batch
 from layerzero.model.kv_cache import make_paged_batch
@@ -240,11 +240,11 @@ def test_norms_with_a_weight_of_another_dtype_equal_the_reference(dtype):
     x, residual, weight, bias = (draw(*shape, seed=n) for n, shape in enumerate([(5, 32), (5, 32), (32,), (32,)]))
     x = x.to(dtype)
     limit = tolerance("rms_norm", dtype)
-    assert_close(norm.rms_norm(x, weight, 1e-6), reference_norm.rms_norm(x, weight, 1e-6).double(), limit)
+    assert_close(native.wide_rms_norm(x, weight, 1e-6), reference_norm.rms_norm(x, weight, 1e-6).double(), limit)
     for stream in (residual, residual.to(torch.bfloat16)):  # the result is rounded to the dtype of x alone
         want = [t.double() for t in reference_norm.add_rms_norm(x, stream, weight, 1e-6)]
-        got = norm.add_rms_norm(x, stream, weight, 1e-6)
+        got = native.wide_add_rms_norm(x, stream, weight, 1e-6)
         assert [t.dtype for t in got] == [dtype, stream.dtype]
         assert_close(got, want, limit)
     want = reference_norm.layer_norm(x, weight, bias, 1e-5).double()
-    assert_close(norm.layer_norm(x, weight, bias, 1e-5), want, limit)
+    assert_close(native.wide_layer_norm(x, weight, bias, 1e-5), want, limit)

@@ -188,12 +188,9 @@ def _against(
         yield world.unbindable[kernel.kernel_id], ""
     if backend is not None and not backend.builtin:
         # The vendor is imported here only after it has survived being imported elsewhere.
-        result = probes.get(kernel.backend)
-        if result is None:
-            result = probes[kernel.backend] = probe(
-                kernel.backend, now.env.probe_timeout, device=now.device, env=now.environ
-            )
-        told = _found_wrong(result)
+        if kernel.backend not in probes:
+            probes[kernel.backend] = probe(kernel.backend, now.env.probe_timeout, device=now.device, env=now.environ)
+        told = _found_wrong(probes[kernel.backend])
         if told is not None:
             yield told
     try:

@@ -49,14 +49,11 @@ def needs_compiler(device: DeviceSpec) -> list[Reason]:
 
 def path_of(name: str, inputs: Inputs, device: str) -> Path:
     """Where the library of a program lies; its name holds everything it depends on."""
-    machine = torch.cuda.get_device_capability() if device == "cuda" else sorted(_isa())
+    features = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    isa = sorted(f"{name}={value}" for name, value in features.items())
+    machine = torch.cuda.get_device_capability() if device == "cuda" else isa
     text = json.dumps([name, inputs, device, str(machine), torch.__version__, sys.platform])
     return artifact_folder() / f"inductor-{name}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.pt2"
-
-
-def _isa() -> list[str]:
-    found = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return [f"{name}={value}" for name, value in found.items()]
 
 
 def load(name: str, inputs: Inputs, device: str) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
