@@ -172,7 +172,6 @@ def decide(spec: OperationSpec, ctx: Context, world: World) -> Decision:
 
 
 def _choice(args: tuple[Any, ...], decision: Decision | None) -> dict[str, Any]:
-    """What telemetry says of a selection."""
     found: dict[str, Any] = {"op": args[0].op, "dtype": args[0].dtype, **dict(args[0].dims)}
     if decision is not None:
         found |= {"kernel": decision.chosen, "transform_cost_us": decision.transform_cost_total}
@@ -219,7 +218,6 @@ def _announce(decision: Decision) -> None:
 
 
 def _told(decision: Decision) -> dict[str, Any]:
-    """A decision for a structured log."""
     return {
         "event": "selection",
         "op": decision.op,

@@ -1,1 +1,1 @@
-"""Which kernels may be tried: `breaker`, `registry` (in memory), `quarantine`, `crash_markers` (on disk), `sticky`."""
+"""Which kernels may be tried: `breaker` (in memory), `quarantine`, `crash_markers` (on disk), `sticky`."""

@@ -353,10 +353,7 @@ def _salvage(path: Path) -> Iterator[Measurement]:
         except sqlite3.OperationalError:  # of version 1
             as_before(connection)
             cursor = connection.execute(_SELECT)
-        while True:
-            row = cursor.fetchone()
-            if row is None:
-                return
+        for row in cursor:
             item = from_row(row)
             if item is not None:
                 yield item

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -120,17 +121,15 @@ class Policies:
 policies = Policies()
 
 
+@dataclass(slots=True, eq=False)
 class Scope:
     """A stack of policy layers above the programmatic ones, and the World that follows from them."""
 
-    __slots__ = ("_derived", "layers", "table")
-
-    def __init__(self, layers: tuple[PolicyLayer, ...], table: DispatchTable | None = None) -> None:
-        self.layers = layers
-        # Obeyed inside the scope instead of the World's own; None: that one.
-        self.table = table
-        # (base, derived) in one slot: tasks and threads may share a scope, and must never see half of a pair.
-        self._derived: tuple[World | None, World | None] = (None, None)
+    layers: tuple[PolicyLayer, ...]
+    # Obeyed inside the scope instead of the World's own; None: that one.
+    table: DispatchTable | None = None
+    # (base, derived) in one slot: tasks and threads may share a scope, and must never see half of a pair.
+    _derived: tuple[World | None, World | None] = field(default=(None, None), init=False)
 
     def world(self) -> World:
         base = state.world
@@ -145,15 +144,13 @@ class Scope:
         return derived
 
 
+@dataclass(slots=True, eq=False)
 class _Open:
-    """One block that is open: what it adds, and the scope that was in force when it began."""
+    """One block that is open: what it adds, and the scopes that were in force when it began, outside and inside."""
 
-    __slots__ = ("adds", "before", "inner")
-
-    def __init__(self, adds: Callable[[Scope | None], Scope]) -> None:
-        self.adds = adds
-        self.before = scope.get()
-        self.inner = adds(self.before)
+    adds: Callable[[Scope | None], Scope]
+    before: Scope | None
+    inner: Scope
 
 
 # The blocks that are open here, outermost first.
@@ -163,7 +160,8 @@ _open: ContextVar[tuple[_Open, ...]] = ContextVar("layerzero_open_scopes", defau
 @contextmanager
 def _block(adds: Callable[[Scope | None], Scope]) -> Iterator[Scope]:
     """Run a block in a scope of its own; one that ends before a block inside it takes only itself away."""
-    mine = _Open(adds)
+    before = scope.get()
+    mine = _Open(adds, before, adds(before))
     _open.set((*_open.get(), mine))
     scope.set(mine.inner)
     try:

@@ -47,11 +47,6 @@ class Counters:
     def to_json(self) -> dict[str, int]:
         return {**{name: getattr(self, name) for name in self.__slots__}, "bucketed_hits": now.bucketed_hits}
 
-    @property
-    def bucketed_hits(self) -> int:
-        """Calls found by their bucket; counted by the op itself."""
-        return now.bucketed_hits
-
 
 def _merged_policy() -> Policy:
     """Files, environment and code, merged; read late, so that importing LayerZero reads no file."""
@@ -275,7 +270,6 @@ class Runtime:
         timers.at_health_deadline()
 
     def on_swap(self, listener: Callable[[World], None]) -> None:
-        """Call `listener(world)` after each swap."""
         self._listeners.append(listener)
 
     def on_reset(self, forget: Callable[[], None]) -> None:
