@@ -98,6 +98,7 @@ def _configs(model: Any) -> Iterator[Any]:
         waiting += [found for name in config.sub_configs if (found := getattr(config, name, None)) is not None]
 
 
+# -- experts: `lz.moe` in the form transformers calls ------------------------------------------------------
 OPTIONS = "_layerzero_experts"  # where patched experts keep the options of their calls of `lz.moe`
 # experts that are not patched -> the same, None for those that `lz.moe` does not compute
 _known: WeakKeyDictionary[Any, dict[str, Any] | None] = WeakKeyDictionary()

@@ -23,9 +23,17 @@ from layerzero.model.enums import Platform
 from layerzero_models.transformers import quick
 from layerzero_models.transformers.probes import DTYPES, Rules
 
+STATE = "_layerzero"  # where a patched part keeps what it needs
+SINGLE = True  # state of a linear layer by itself: none, but it marks the forward as ours
+# What a traced norm needs; GEMMA is None where its own forward is traced.
+GEMMA, EPS = "_layerzero_gemma", "_layerzero_eps"
+_compiling = torch.compiler.is_compiling
+_grad_enabled = torch.is_grad_enabled
+_any_autocast = torch._C._is_any_autocast_enabled
 _TORCH = ("torch.", "reference.")  # products that `F.linear` makes without a selection before it
 
 
+# -- linear layers of one input, and which are worth a kernel of their own -----------------------------
 def unfit(parts: Sequence[Any]) -> str:
     """Why these cannot be laid side by side; empty when they can."""
     first = parts[0]
@@ -143,15 +151,7 @@ class Linears:
                 yield name, module
 
 
-STATE = "_layerzero"  # where a patched part keeps what it needs
-SINGLE = True  # state of a linear layer by itself: none, but it marks the forward as ours
-# What a traced norm needs; GEMMA is None where its own forward is traced.
-GEMMA, EPS = "_layerzero_gemma", "_layerzero_eps"
-_compiling = torch.compiler.is_compiling
-_grad_enabled = torch.is_grad_enabled
-_any_autocast = torch._C._is_any_autocast_enabled
-
-
+# -- norms, and the sums before them ------------------------------------------------------------------
 class Rms:
     """State of a norm. `ready` is (x, its norm, its version), computed by the layer before together with the sum x.
 
