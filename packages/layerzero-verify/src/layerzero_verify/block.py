@@ -33,10 +33,6 @@ class Config:
     def head_dim(self) -> int:
         return self.hidden // self.heads
 
-    @property
-    def ffn(self) -> int:
-        return 2 * self.hidden
-
 
 CONFIGS: dict[str, Config] = {
     config.name: config
@@ -105,8 +101,8 @@ def made(config: Config, layer: int, seed: int) -> LayerWeights:
         wv=matrix(kv_heads * dim, hidden),
         wo=matrix(hidden, heads * dim),
         ln2=1 + 0.1 * torch.randn(hidden, generator=draw),
-        w1=matrix(2 * config.ffn, hidden),
-        w2=matrix(hidden, config.ffn),
+        w1=matrix(4 * hidden, hidden),
+        w2=matrix(hidden, 2 * hidden),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=dim,

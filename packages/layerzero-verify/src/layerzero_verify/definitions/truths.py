@@ -193,12 +193,12 @@ def find_truths(definition: Definition, device: torch.device) -> tuple[list[Trut
             found.append(Truth(source, run))
         else:
             missing[source] = refused
-    plain = _PYTORCH.get(definition.op_type)
-    if not found and plain is None:
-        missing["pytorch"] = reason("FEATURE_UNSUPPORTED", definition.op_type, detail="PyTorch has no op for it")
-    elif not found:
-        assert plain is not None
-        found.append(Truth("pytorch", partial(plain, definition), partial=definition.op_type in _PARTIAL))
+    if not found:
+        plain = _PYTORCH.get(definition.op_type)
+        if plain is None:
+            missing["pytorch"] = reason("FEATURE_UNSUPPORTED", definition.op_type, detail="PyTorch has no op for it")
+        else:  # its attention gives no log-sum-exp
+            found.append(Truth("pytorch", partial(plain, definition), partial=plain in (_paged, _ragged)))
     return found, missing
 
 
@@ -269,5 +269,3 @@ _PYTORCH: Mapping[str, Callable[[Definition, Inputs], Any]] = {
     "gqa_ragged": _ragged,
     "mla_ragged": _ragged,
 }
-# PyTorch's attention gives no log-sum-exp.
-_PARTIAL = frozenset({"gqa_paged", "gqa_ragged", "mla_ragged"})
