@@ -29,6 +29,7 @@ from timing import RESULTS, commit, machine, write_json
 from layerzero_hub import installing, lockfile
 from layerzero_hub.locking import lock_kernels
 from layerzero_hub.policy import from_mapping
+from layerzero_hub.probe import Prober
 from layerzero_hub.remote import connect
 from layerzero_hub.store import Store
 
@@ -74,14 +75,15 @@ def measure(rounds: int) -> dict[str, Any]:
 
         def lock(*repos: str) -> lockfile.Lock:
             wanted = [(repo, 1) for repo in repos]
-            return lock_kernels(wanted, remote=connect(policy, hub.endpoint), policy=policy, store=store)
+            with Prober() as prober:
+                return lock_kernels(wanted, connect(policy, hub.endpoint), prober=prober)
 
         locking = timed(lambda: lock("org/norm", "org/other"))
         found = lock("org/norm", "org/large")
         lockfile.write(found, policy.lock_path)
         (variant,) = found.find("org/large").variants.values()
         verify = [timed(lambda: store.verify(variant)) for _ in range(rounds)]
-        install = timed(lambda: installing.install(found, policy=policy, store=store, connect=None))
+        install = timed(lambda: installing.install(found, policy, connect=None))
     path = folder / "layerzero.yaml"
     path.write_text(json.dumps({"hub": settings}))
     (norm,) = found.find("org/norm").variants.values()

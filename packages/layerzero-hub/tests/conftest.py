@@ -114,11 +114,9 @@ class Bench:
         known = signing.read_known(self.policy)
         found = lock_kernels(
             [(repo, version) for repo in repos],
-            remote=connect(self.policy, self.hub.endpoint),
-            policy=self.policy,
-            store=self.store,
+            connect(self.policy, self.hub.endpoint),
             known=known,
-            probe=self.prober if probe else False,
+            prober=self.prober if probe else None,
             **options,
         )
         save(found, self.policy)
@@ -131,10 +129,10 @@ class Bench:
         remote = None if frozen else (lambda: connect(self.policy, self.hub.endpoint))
         lock = signing.read_lock(self.policy, allow_rollback=allow_rollback)
         options |= {"allow_rollback": allow_rollback, "connect": remote}
-        return installing.install(lock, policy=self.policy, store=self.store, **options)
+        return installing.install(lock, self.policy, **options)
 
     def verify(self):
-        return installing.verify(self.read(), policy=self.policy, store=self.store)
+        return installing.verify(self.read(), self.policy)
 
     def load(self, repo: str, version: int | None = None):
         return loading.load(repo, version, policy=self.policy)

@@ -222,7 +222,7 @@ def test_a_hub_that_is_not_there(bench):
     from layerzero_hub.remote import connect
 
     with bench.refused("HUB_UNREACHABLE"):
-        lock_kernels([("org/norm", 1)], remote=connect(bench.policy), policy=bench.policy, store=bench.store)
+        lock_kernels([("org/norm", 1)], connect(bench.policy), prober=bench.prober)
 
 
 @pytest.mark.req("R-HUB-04")
@@ -262,7 +262,7 @@ def test_a_branch_that_moved_after_the_lock(bench, victim):
     from layerzero_hub.installing import audit
     from layerzero_hub.remote import connect
 
-    (told,) = audit(bench.read(), policy=bench.policy, store=bench.store, remote=connect(bench.policy))
+    (told,) = audit(bench.read(), connect(bench.policy))
     assert [reason.code.value for reason in told.reasons] == ["HUB_BRANCH_MOVED"]
 
 
@@ -335,7 +335,7 @@ def test_metadata_with_a_key_twice(bench):
 )
 def test_answers_of_other_shapes(bench, answer, monkeypatch):
     from layerzero_hub.errors import HubError
-    from layerzero_hub.web import Web
+    from layerzero_hub.remote import Web
 
     repo = bench.publish()
     honest = Web.json

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from layerzero_hub import loading, places
+from layerzero_hub import contents, loading
 from layerzero_hub.errors import HubError
 from tools.pytest_fixtures import module_beside
 
@@ -382,7 +382,7 @@ def test_a_folder_of_umask_002_is_fine_while_its_group_is_its_owner_alone(bench,
     me = pwd.getpwuid(os.geteuid())
     monkeypatch.setattr(pwd, "getpwall", lambda: [me])
     monkeypatch.setattr(grp, "getgrgid", lambda gid: grp.struct_group((me.pw_name, "x", gid, [])))
-    places._is_alone.cache_clear()
+    contents._is_alone.cache_clear()
     (tmp_path / "own").mkdir()
     os.chmod(tmp_path / "own", 0o775)
     bench.settings["store"] = str(tmp_path / "own" / "hub")
@@ -391,11 +391,11 @@ def test_a_folder_of_umask_002_is_fine_while_its_group_is_its_owner_alone(bench,
         bench.lock(repo)
         bench.load(repo)
         monkeypatch.setattr(grp, "getgrgid", lambda gid: grp.struct_group(("team", "x", gid, ["somebody"])))
-        places._is_alone.cache_clear()
+        contents._is_alone.cache_clear()
         with bench.refused("HUB_STORE_PARENT"):
             bench.load(repo)
     finally:
-        places._is_alone.cache_clear()
+        contents._is_alone.cache_clear()
 
 
 @pytest.mark.fault(24)

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from layerzero_hub import specs
-from layerzero_hub.compat import LockedLayer, dependencies
+from layerzero_hub import LockedLayer, bound
+from layerzero_hub.cli import dependencies
 from tools.pytest_fixtures import module_beside
 
 _kernels = module_beside(__file__, "loopback_kernels")
@@ -95,7 +95,7 @@ def test_two_versions_side_by_side(bench):
     bench.lock(repo, version=2)
     assert (bench.load(repo, 1).NUMBER, bench.load(repo, 2).NUMBER) == (1, 2)
     bench.settings["kernels"] = [{"repo": repo, **MAPPING}]
-    assert sorted(specs.table(bench.policy)) == [f"hub.rms_norm.{repo.replace('/', '-')}-v{n}" for n in (1, 2)]
+    assert sorted(bound.survey(bench.policy)[0]) == [f"hub.rms_norm.{repo.replace('/', '-')}-v{n}" for n in (1, 2)]
     with bench.refused("HUB_LOCK_INVALID"):
         bench.load(repo)  # which one must be said
 
@@ -189,7 +189,7 @@ def test_a_descriptor_in_the_kernel_maps_it(bench):
     files = {"__init__.py": b"def rms_norm(x, weight, eps):\n    return x\n", "layerzero.json": described}
     bench.put("org/described", build(files, "torch-universal", id="_lz_described"))
     bench.lock("org/described")
-    document = specs.capabilities(specs.table(bench.policy), {"schema_version": "1.0", "backend": "hub"})
+    document = bound.capabilities(bound.survey(bench.policy)[0], {"schema_version": "1.0", "backend": "hub"})
     (entry,) = document["ops"]["rms_norm"]
     assert entry["dtypes"] == ["float32", "float64"] and entry["function"].startswith("layerzero_hub.bound:k_")
 
@@ -204,7 +204,7 @@ def test_a_function_with_an_output_argument_and_keywords(bench):
     bench.lock("org/out")
     mapping = {"repo": "org/out", "op": "rms_norm", "function": "scaled", "arguments": ["x"], "out": True}
     bench.settings["kernels"] = [{**mapping, "keywords": {"by": "eps"}}]
-    bound.remember(specs.table(bench.policy), bench.policy)
+    bound.remember(bound.survey(bench.policy)[0], bench.policy)
     kernel = bound.k_hub_rms_norm_org_out_v1
     assert torch.equal(kernel(torch.ones(3), None, 1.0), torch.full((3,), 2.0))
     assert not hasattr(bound, "k_nothing")
@@ -240,7 +240,7 @@ def test_dependencies_of_a_project_are_read(bench, tmp_path):
 
 
 def test_kernels_lock_is_what_the_library_reads(bench, victim):
-    from layerzero_hub.compat import write_kernels_lock
+    from layerzero_hub.locking import write_kernels_lock
 
     repo = bench.publish("compat", extra="COMPAT = 1")
     lock = bench.lock(repo)
@@ -261,7 +261,7 @@ def described(bench, name: str, *entries, code: str = "import torch\n") -> str:
 
 
 def document(bench):
-    return specs.capabilities(specs.table(bench.policy), {"schema_version": "1.0", "backend": "hub"})
+    return bound.capabilities(bound.survey(bench.policy)[0], {"schema_version": "1.0", "backend": "hub"})
 
 
 @pytest.mark.fault(20)
@@ -270,7 +270,7 @@ def test_a_descriptor_that_was_changed_in_the_store_says_nothing(bench):
     assert document(bench)["ops"]["rms_norm"]
     other = json.dumps({"kernels": [{**MAPPING, "capabilities": {"priority": 99, "dtypes": ["float64"]}}]})
     (bench.build(repo) / "layerzero.json").write_text(other)
-    kernels, problems = specs.survey(bench.policy)
+    kernels, problems = bound.survey(bench.policy)
     assert kernels == {} and [item.code.value for item in problems] == ["HUB_STORE_TAMPERED"]
 
 
@@ -284,7 +284,7 @@ def test_one_bad_descriptor_takes_one_kernel_away(bench):
     files = {"__init__.py": b"", "layerzero.json": b'{"kernels": 7}'}
     bench.put("org/bad", build(files, "torch-universal", id="_lz_bad_1"))
     bench.lock("org/bad")
-    kernels, problems = specs.survey(bench.policy)
+    kernels, problems = bound.survey(bench.policy)
     assert [item.code.value for item in problems] == [
         "HUB_DESCRIPTOR_INVALID", "HUB_DESCRIPTOR_INVALID", "HUB_POLICY_INVALID"
     ]  # fmt: skip
@@ -302,7 +302,7 @@ def test_one_bad_descriptor_takes_one_kernel_away(bench):
 @pytest.mark.parametrize("key", ["packer", "function", "predicate", "kernel_id", "traceable"])
 def test_a_descriptor_names_no_code_outside_its_build(bench, key):
     described(bench, f"reaching_{key}", {**MAPPING, "capabilities": {key: "os:system"}})
-    kernels, problems = specs.survey(bench.policy)
+    kernels, problems = bound.survey(bench.policy)
     assert kernels == {} and [item.code.value for item in problems] == ["HUB_DESCRIPTOR_INVALID"]
 
 
@@ -313,7 +313,7 @@ def test_names_are_looked_up_in_the_build_alone(bench):
     capabilities = {"packer": "pack", "weight_layout": "mine"}
     described(bench, "inside", {**MAPPING, "capabilities": capabilities})
     described(bench, "outside", {"op": "rms_norm", "function": "torch.os.system"})
-    bound.remember(specs.table(bench.policy), bench.policy)
+    bound.remember(bound.survey(bench.policy)[0], bench.policy)
     (entry,) = [one for one in document(bench)["ops"]["rms_norm"] if "inside" in one["kernel_id"]]
     assert entry["packer"] == "layerzero_hub.bound:w_hub_rms_norm_org_inside_v1"
     assert bound.w_hub_rms_norm_org_inside_v1(1) == (1,)
@@ -327,7 +327,7 @@ def test_what_was_registered_for_one_build_is_not_used_for_another(bench):
     from layerzero_hub import bound
 
     described(bench, "renewed", MAPPING)
-    bound.remember(specs.table(bench.policy), bench.policy)
+    bound.remember(bound.survey(bench.policy)[0], bench.policy)
     described(bench, "renewed", MAPPING, code=f"open({str(bench.mark)!r}, 'w').close()\n")
     with bench.refused("HUB_LOCK_INVALID"):
         bound.k_hub_rms_norm_org_renewed_v1  # noqa: B018 - the attribute binds when it is asked for

@@ -30,7 +30,6 @@ import json, os, sys
 from layerzero_hub import installing, lockfile
 from layerzero_hub.policy import discovered
 from layerzero_hub.remote import connect
-from layerzero_hub.store import Store
 policy = discovered(sys.argv[1])
 for line in sys.stdin:
     children = []
@@ -41,7 +40,7 @@ for line in sys.stdin:
             try:
                 lock = lockfile.read(policy.lock_path)
                 asked = lambda: connect(policy, lock.endpoint)
-                installing.install(lock, policy=policy, store=Store(policy.store_path), connect=asked)
+                installing.install(lock, policy, connect=asked)
                 status = 0
             finally:
                 os._exit(status)

@@ -15,10 +15,11 @@ import pytest
 from click.testing import CliRunner
 
 from layerzero_cli.root import cli
-from layerzero_hub import installing, loading, lockfile, signing
+from layerzero_hub import installing, lockfile, signing
 from layerzero_hub.lockfile import Lock, LockedFile, LockedKernel, LockedVariant, digest_of
 from layerzero_hub.policy import from_mapping
 from layerzero_hub.remote import connect
+from layerzero_hub.store import new_file
 from tools.pytest_fixtures import module_beside
 
 _kernels = module_beside(__file__, "loopback_kernels")
@@ -138,7 +139,7 @@ def test_an_install_acts_only_on_a_lock_whose_bytes_were_verified(bench, keys):
     sign(bench, keys)
     unverified = lockfile.read(bench.policy.lock_path)
     with bench.refused("HUB_SIGNATURE_MISSING"):
-        installing.install(unverified, policy=bench.policy, store=bench.store, connect=None)
+        installing.install(unverified, bench.policy, connect=None)
 
 
 # -- 14: rollback ---------------------------------------------------------------------------------------------------
@@ -235,7 +236,7 @@ def test_a_lock_of_version_1_is_read_and_the_next_lock_is_version_2(bench):
         bench.load(repo)
     shutil.rmtree(bench.store.root)
     bench.install()
-    loading.check(repo, policy=bench.policy)
+    assert [finding.reasons for finding in bench.verify()] == [()]
     with bench.refused("HUB_LOCK_INVALID") as caught:
         signing.sign_lock(bench.policy, Path("key.pem"))
     assert "lz hub lock" in str(caught.value)
@@ -366,7 +367,7 @@ def test_a_lock_that_calls_the_module_otherwise_than_the_build(bench, taken):
         bench.install()
     with bench.store.staging() as staging:  # and where the build is there already
         for path, data in files.items():
-            with staging.create(path.removeprefix("build/")) as file:
+            with new_file(staging / path.removeprefix("build/")) as file:
                 file.write(data)
         (variant,) = bench.read().find(repo).variants.values()
         bench.store.commit(staging, variant)
@@ -395,7 +396,7 @@ def test_a_token_goes_only_to_the_endpoint_it_belongs_to(bench, monkeypatch):
 
 @pytest.mark.fault(23)
 def test_a_token_does_not_follow_a_redirect_to_http(bench, monkeypatch):
-    from layerzero_hub.web import Web
+    from layerzero_hub.remote import Web
 
     web = Web("https://hub.example", timeout=1.0, headers={"Authorization": "Bearer hf_secret"})
     with bench.refused("HUB_REPO_REDIRECTED"):

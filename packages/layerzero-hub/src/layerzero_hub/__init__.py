@@ -13,13 +13,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from layerzero_hub.compat import LockedLayer
     from layerzero_hub.errors import HubError
-    from layerzero_hub.loading import load
+    from layerzero_hub.loading import LockedLayer, load
 
 __all__ = ["HubError", "LockedLayer", "load"]
 
-_HOME = {"HubError": "errors", "LockedLayer": "compat", "load": "loading"}
+_HOME = {"HubError": "errors", "LockedLayer": "loading", "load": "loading"}
 
 
 def __getattr__(name: str) -> Any:

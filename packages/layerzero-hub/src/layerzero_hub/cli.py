@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,16 +19,15 @@ import click
 from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, progress_bar, show
 from layerzero_cli.verbs import OK, PROBLEM, verb
 from layerzero_hub import lockfile, signing
-from layerzero_hub.compat import dependencies
 from layerzero_hub.errors import refuse
 from layerzero_hub.installing import Finding, audit, install, prune, verify
 from layerzero_hub.lockfile import Lock, expiry
 from layerzero_hub.locking import Progress, lock_kernels, refuse_cheats, save, without
-from layerzero_hub.memory import Memory
+from layerzero_hub.names import check_repo_id
 from layerzero_hub.policy import HubPolicy, discovered
 from layerzero_hub.probe import Prober
 from layerzero_hub.remote import connect
-from layerzero_hub.signing import Change, changes
+from layerzero_hub.signing import Change, Memory, changes
 from layerzero_hub.store import Store
 
 
@@ -36,22 +36,25 @@ def hub() -> None:
     """Kernels from the Kernel Hub: allowed by name, locked by content, verified at every load."""
 
 
-def _with_policy(function: Callable[..., Answer]) -> Callable[..., Answer]:
-    """`--policy FILE`: the verb is given the policy of that file, else the discovered one."""
+def _verb(name: str) -> Callable[[Callable[..., Answer]], Any]:
+    """A verb of `lz hub` that is given a policy: with `--policy FILE` that of the file, else the discovered one."""
 
-    @click.option(
-        "--policy", "policy_file", type=click.Path(path_type=Path), help="policy file instead of the discovered ones"
-    )
-    @functools.wraps(function)
-    def run(policy_file: Path | None, **given: Any) -> Answer:
-        return function(policy=discovered(policy_file), **given)
+    def declare(function: Callable[..., Answer]) -> Any:
+        @verb(hub, name)
+        @click.option(
+            "--policy", "file", type=click.Path(path_type=Path), help="policy file instead of the discovered ones"
+        )
+        @functools.wraps(function)
+        def run(file: Path | None, **given: Any) -> Answer:
+            return function(policy=discovered(file), **given)
 
-    return run
+        return run
+
+    return declare
 
 
-@verb(hub, "lock")
+@_verb("lock")
 @click.argument("kernels", nargs=-1)
-@_with_policy
 @click.option("--no-probe", is_flag=True, help="do not run the kernels' import in a process of its own")
 @click.option("--allow-rollback", is_flag=True, help="accept a build that was locked before a newer one")
 @click.option("--project", type=click.Path(path_type=Path), help="lock [tool.kernels.dependencies] of a pyproject.toml")
@@ -78,17 +81,15 @@ def lock_command(
     until = None if expires is None else _expiry(expires)
     wanted = [_wanted(text) for text in kernels] or (dependencies(project) if project else [])
     if not wanted:
-        wanted = [(kernel.repo_id, kernel.version) for kernel in (known.kernels if known else ())]
+        wanted = [kernel.key for kernel in (known.kernels if known else ())]
     if not wanted:
         raise click.UsageError("name kernels as owner/name@version")
     with _progress() as progress, Prober() as prober:
         lock = lock_kernels(
             wanted,
-            remote=connect(policy),
-            policy=policy,
-            store=Store(policy.store_path),
+            connect(policy),
+            prober=None if no_probe else prober,
             known=known,
-            probe=False if no_probe else prober,
             allow_rollback=allow_rollback,
             variants=variants,
             expires=until,
@@ -101,8 +102,7 @@ def lock_command(
     return _answer(rows, [_written(lock, policy), *said])
 
 
-@verb(hub, "install")
-@_with_policy
+@_verb("install")
 @click.option("--frozen", is_flag=True, help="ask no hub: what is not in the store is an error")
 @click.option("--allow-rollback", is_flag=True, help="accept a lock that is older than one seen here")
 @click.option("--everywhere", is_flag=True, help="also the builds for other machines, to ship the store to them")
@@ -112,8 +112,7 @@ def install_command(policy: HubPolicy, frozen: bool, allow_rollback: bool, every
     with _progress() as progress:
         found = install(
             lock,
-            policy=policy,
-            store=Store(policy.store_path),
+            policy,
             connect=None if frozen else lambda: connect(policy, lock.endpoint),
             allow_rollback=allow_rollback,
             everywhere=everywhere,
@@ -122,46 +121,41 @@ def install_command(policy: HubPolicy, frozen: bool, allow_rollback: bool, every
     return _answer(found)
 
 
-@verb(hub, "verify")
-@_with_policy
+@_verb("verify")
 @click.option("--offline", is_flag=True, help="accepted for clarity: verify never asks the hub")
 def verify_command(policy: HubPolicy, offline: bool) -> Answer:
     """Hash every locked build again and compare with lock and policy. Exit code 1 when one is refused."""
-    return _answer(verify(signing.read_lock(policy), policy=policy, store=Store(policy.store_path)))
+    return _answer(verify(signing.read_lock(policy), policy))
 
 
-@verb(hub, "list")
-@_with_policy
+@_verb("list")
 def list_command(policy: HubPolicy) -> Answer:
     """Show the locked kernels, whether they are in the store, and the kernels of LayerZero they give."""
-    from layerzero_hub import specs  # what it needs of the core, no other verb does
+    from layerzero_hub import bound  # what it needs of the core, no other verb does
 
     lock, store = signing.read_lock(policy), Store(policy.store_path)
-    mapped, problems = specs.survey(policy, lock)
+    mapped, problems = bound.survey(policy, lock)
     data, rows = [], []
     for kernel, variant in lock.variants():
-        ids = sorted(one.kernel_id for one in mapped.values() if one.digest == variant.digest)
+        given = [one for one in mapped.values() if one.digest == variant.digest]
+        ids = sorted(one.kernel_id for one in given)
         state = "in store" if store.installed(variant) else "not installed"
-        refused = next((one.refused for one in mapped.values() if one.digest == variant.digest), ())
-        entry = Finding.of(kernel, variant, state, refused)
+        entry = Finding.of(kernel, variant, state, given[0].refused if given else ())
         data.append({**entry.to_json(), "commit": kernel.commit, "kernels": ids})
-        rows.append((f"{kernel.repo_id}@{kernel.version}", variant.name, state, variant.digest[:19], "\n".join(ids)))
+        rows.append((str(kernel), variant.name, state, variant.digest[:19], "\n".join(ids)))
     blocks: list[Block] = [Table(("kernel", "build", "state", "digest", "gives"), rows)]
     blocks += [Line(f"{item.code.value}: {item.message}", STYLES["fail"]) for item in problems]
     return Answer(data, blocks if rows else [Line("nothing is locked", "dim")])
 
 
-@verb(hub, "audit")
-@_with_policy
+@_verb("audit")
 def audit_command(policy: HubPolicy) -> Answer:
     """Verify, and ask the hub: publisher still trusted, branch at the locked commit, repository still the same."""
     lock = signing.read_lock(policy)
-    remote = connect(policy, lock.endpoint)
-    return _answer(audit(lock, policy=policy, store=Store(policy.store_path), remote=remote))
+    return _answer(audit(lock, connect(policy, lock.endpoint)))
 
 
-@verb(hub, "sign")
-@_with_policy
+@_verb("sign")
 @click.option("--key", required=True, type=click.Path(path_type=Path), help="private EC key (PEM)")
 @click.option("--password-file", type=click.Path(path_type=Path), help="file that holds the password of the key")
 @click.option("--yes", is_flag=True, help="do not ask")
@@ -173,7 +167,7 @@ def sign_command(policy: HubPolicy, key: Path, password_file: Path | None, yes: 
     """
     raw = lockfile.read_bytes(policy.lock_path)
     lock = signing.checked_for_signing(lockfile.parse(raw), policy)
-    found, blocks = _changed(Memory(policy.store_path).last_signed(policy.lock_path), lock, "the last signed lock")
+    found, blocks = _changed(Memory(policy).last_signed(), lock, "the last signed lock")
     if sys.stdin.isatty() and not yes:
         show(blocks, sys.stderr)
         click.confirm("sign this lock?", abort=True, err=True)
@@ -182,20 +176,18 @@ def sign_command(policy: HubPolicy, key: Path, password_file: Path | None, yes: 
     return Answer(data, [*blocks, Line(f"wrote {target.name}", STYLES["ok"])])
 
 
-@verb(hub, "diff")
+@_verb("diff")
 @click.argument("older", required=False, type=click.Path(path_type=Path))
-@_with_policy
 def diff_command(policy: HubPolicy, older: Path | None) -> Answer:
     """Show what the lock changes: against the lock file OLDER, else against the one last signed on this machine."""
-    old = lockfile.read(older) if older else Memory(policy.store_path).last_signed(policy.lock_path)
+    old = lockfile.read(older) if older else Memory(policy).last_signed()
     name = older.name if older else "the last signed lock"
     found, blocks = _changed(old, lockfile.read(policy.lock_path), name)
     return Answer([asdict(one) for one in found], blocks)
 
 
-@verb(hub, "versions")
+@_verb("versions")
 @click.argument("repo_id")
-@_with_policy
 def versions_command(policy: HubPolicy, repo_id: str) -> Answer:
     """List the versions the hub offers of an allowed kernel, and which of them the lock holds."""
     policy.check_allowed(repo_id)
@@ -211,9 +203,8 @@ def versions_command(policy: HubPolicy, repo_id: str) -> Answer:
     return Answer(data, blocks if rows else [Line("the hub offers no version", "dim")])
 
 
-@verb(hub, "remove")
+@_verb("remove")
 @click.argument("kernels", nargs=-1, required=True)
-@_with_policy
 def remove_command(policy: HubPolicy, kernels: tuple[str, ...]) -> Answer:
     """Take KERNELS (owner/name or owner/name@version) out of the lock; their builds stay until `lz hub prune`."""
     known = signing.read_known(policy)
@@ -225,20 +216,18 @@ def remove_command(policy: HubPolicy, kernels: tuple[str, ...]) -> Answer:
     return Answer([asdict(one) for one in found], [*blocks, _written(lock, policy)])
 
 
-@verb(hub, "prune")
-@_with_policy
+@_verb("prune")
 @click.option("--dry-run", is_flag=True, help="only say what would go")
 def prune_command(policy: HubPolicy, dry_run: bool) -> Answer:
     """Remove builds from the store that neither this lock nor another one seen with this store names."""
-    found = prune(signing.read_lock(policy), policy=policy, store=Store(policy.store_path), dry_run=dry_run)
+    found = prune(signing.read_lock(policy), policy, dry_run=dry_run)
     rows = [(digest[:19], f"{size / 2**20:.1f} MiB") for digest, size in found]
     word = "would go" if dry_run else "gone"
     blocks: list[Block] = [Table(("digest", word), rows)] if rows else [Line("nothing to remove", "dim")]
     return Answer([{"digest": digest, "bytes": size, "removed": not dry_run} for digest, size in found], blocks)
 
 
-@verb(hub, "quarantine")
-@_with_policy
+@_verb("quarantine")
 @click.option("--lift", "digest", metavar="DIGEST", help="take this digest out of quarantine")
 def quarantine_command(policy: HubPolicy, digest: str | None) -> Answer:
     """Show the builds that did harm when loaded on this machine, or lift one after looking into it."""
@@ -257,6 +246,22 @@ def _wanted(text: str) -> tuple[str, int]:
     if not version.isascii() or not version.isdigit():
         raise refuse("HUB_ID_INVALID", text, detail="owner/name@version, for example org/fast-norm@1")
     return repo_id, int(version)
+
+
+def dependencies(project: Path) -> list[tuple[str, int]]:
+    """`[tool.kernels.dependencies]` of a pyproject.toml: repository → version."""
+    try:
+        data: Any = tomllib.loads(project.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise refuse("HUB_POLICY_INVALID", "dependencies", f"{project.name}: {error}") from None
+    table = data.get("tool", {}).get("kernels", {}).get("dependencies", {})
+    found = []
+    for repo_id, version in table.items():
+        text = str(version.get("version") if isinstance(version, dict) else version)
+        if not text.isascii() or not text.isdigit():
+            raise refuse("HUB_POLICY_INVALID", "dependencies", f"{repo_id}: a version number, not {text}")
+        found.append((check_repo_id(repo_id), int(text)))
+    return found
 
 
 def _expiry(text: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import os
 import stat
@@ -17,7 +18,6 @@ from typing import IO, Final
 
 from layerzero_hub.errors import refuse
 from layerzero_hub.lockfile import LockedFile, LockedVariant
-from layerzero_hub.places import check_owner_and_mode
 
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _CHUNK: Final = 2**20
@@ -84,12 +84,10 @@ def _read(folder: Path, variant: LockedVariant, keep: Contents | None) -> None:
                     raise refuse("HUB_STORE_EXTRA_FILE", path)
                 else:
                     found[path] = here, name
-        for path in sorted(variant.files):
+        for path, locked in sorted(variant.files.items()):
             if path not in found:
                 raise refuse("HUB_STORE_MISSING_FILE", path)
-        for path, locked in sorted(variant.files.items()):
-            here, name = found[path]
-            _read_file(here, name, path, locked, keep)
+            _read_file(*found[path], path, locked, keep)
 
 
 def _open_folder(shown: str, name: str | Path, above: int | None, stack: contextlib.ExitStack) -> int:
@@ -146,3 +144,41 @@ def _digest(file: IO[bytes], name: str, path: str, keep: Contents | None) -> str
     elif readable:
         keep.files[path] = bytes(text)
     return digest.hexdigest()
+
+
+# -- whose it is ----------------------------------------------------------------------------------------------------
+def check_owner_and_mode(info: os.stat_result, name: str, place: Path | int) -> None:
+    """Raise unless a file or folder belongs to this user or root, and nobody else may write it."""
+    if info.st_uid not in (os.geteuid(), 0):
+        raise refuse("HUB_STORE_OWNER", name, info.st_uid)
+    if others_may_write(info, place):
+        raise refuse("HUB_STORE_MODE", name, oct(stat.S_IMODE(info.st_mode)))
+
+
+def others_may_write(info: os.stat_result, place: Path | int) -> bool:
+    """Whether anybody but the owner may write: a group does not count that has no other member, nor an access list."""
+    if info.st_mode & 0o002:
+        return True
+    return bool(info.st_mode & 0o020) and not (_is_alone(info.st_uid, info.st_gid) and not _has_acl(place))
+
+
+@functools.lru_cache(maxsize=64)
+def _is_alone(uid: int, gid: int) -> bool:
+    """Whether a group has its owner for only member, as with umask 002 and one group for each user."""
+    import grp
+    import pwd
+
+    try:
+        name, group = pwd.getpwuid(uid).pw_name, grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return set(group.gr_mem) <= {name} and all(user.pw_uid == uid for user in pwd.getpwall() if user.pw_gid == gid)
+
+
+def _has_acl(place: Path | int) -> bool:
+    """Whether the group's bits stand for an access list, which may name anybody."""
+    try:
+        os.getxattr(place, "system.posix_acl_access")
+    except OSError:
+        return False
+    return True

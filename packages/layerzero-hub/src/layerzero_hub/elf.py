@@ -16,9 +16,14 @@ from pathlib import Path
 from typing import Final
 
 from layerzero_hub.errors import refuse
-from layerzero_hub.policy import SYSTEM_LIBS
 
 MAGIC: Final = b"\x7fELF"
+# What a manylinux_2_28 build may ask for without being asked about: libc's own parts, libstdc++, and what torch brings.
+_SYSTEM_LIBS: Final = (
+    "libc.so.6 libm.so.6 libdl.so.2 librt.so.1 libpthread.so.0 libgcc_s.so.1 libstdc++.so.6 ld-linux-x86-64.so.2 "
+    "ld-linux-aarch64.so.1 libgomp.so.1 libtorch.so libtorch_cpu.so libtorch_cuda.so libtorch_python.so libc10.so "
+    "libc10_cuda.so libcudart.so.12 libcudart.so.13 libcuda.so.1"
+).split()
 # manylinux_2_28
 LIMITS: Final = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
 _VERSIONED: Final = re.compile(r"(GLIBC|GLIBCXX|CXXABI)_([0-9.]+)\Z")
@@ -59,7 +64,7 @@ def check_shared_object(path: Path, name: str, *, needed: Iterable[str] = ()) ->
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             image = _Image(data)
-            _check_dynamic(image, name, {*SYSTEM_LIBS, *needed})
+            _check_dynamic(image, name, {*_SYSTEM_LIBS, *needed})
             _check_versions(image, name)
             _check_python(image, name)
     except (_Bad, OSError, ValueError, struct.error) as error:
@@ -139,7 +144,6 @@ class _Image:
         self.strings = self.place(self.entries[_STRTAB], self.entries[_STRSZ])
 
     def text(self, at: int) -> bytes:
-        """A name of the string table."""
         size = self.entries[_STRSZ]
         end = self.data.find(b"\0", self.strings + at, self.strings + min(size, at + _MAX_NAME)) if at < size else -1
         if end < 0:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from layerzero.errors import LayerZeroError
-from layerzero.reasons import ReasonCode
+from layerzero.reasons import ReasonCode, reason
 
 
 class HubError(LayerZeroError, code="HUB_NOT_ALLOWED"):
@@ -15,10 +15,8 @@ class HubError(LayerZeroError, code="HUB_NOT_ALLOWED"):
 
 def refuse(code: ReasonCode | str, value: object = None, limit: object = None, *, detail: str = "") -> HubError:
     """The error for a reason code; `detail` goes behind the code's own words."""
-    error = HubError(code=code, value=_short(value), limit=_short(limit))
-    if detail:
-        error = HubError(f"{error.reasons[0].message} ({detail})", code=code, value=_short(value), limit=_short(limit))
-    return error
+    why = reason(code, _short(value), _short(limit))
+    return HubError(f"{why.message} ({detail})" if detail else "", reasons=(why,))
 
 
 @contextmanager

@@ -6,20 +6,17 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Self
 
 from layerzero.reasons import Reason, reason
 from layerzero_hub import lockfile, signing
 from layerzero_hub.errors import HubError, refuse, writing
-from layerzero_hub.loading import choose
 from layerzero_hub.lockfile import Lock, LockedKernel, LockedVariant
-from layerzero_hub.locking import Progress, check_build, fetch_build
-from layerzero_hub.memory import Memory
+from layerzero_hub.locking import Progress, builds_at, check_build, fetch_build
 from layerzero_hub.metadata import check_locked, check_same
-from layerzero_hub.names import check_paths
 from layerzero_hub.policy import HubPolicy
 from layerzero_hub.remote import Remote
+from layerzero_hub.signing import Memory
 from layerzero_hub.store import Store
 
 ELSEWHERE = "for other machines"
@@ -53,9 +50,8 @@ class Finding:
 
 def install(
     lock: Lock,
-    *,
     policy: HubPolicy,
-    store: Store,
+    *,
     connect: Callable[[], Remote] | None,
     allow_rollback: bool = False,
     everywhere: bool = False,
@@ -69,9 +65,9 @@ def install(
     policy.check_endpoint(lock.endpoint)
     signing.check_signed(lock, policy)
     lock.check_current()
-    memory = Memory(store.root)
+    memory, store = Memory(policy), Store(policy.store_path)
     if not allow_rollback:
-        memory.check(lock, policy.lock_path)
+        memory.check(lock)
     remote: Remote | None = None
     done = []
     for kernel, variant, here in _builds(lock):
@@ -85,20 +81,20 @@ def install(
             if connect is None:
                 if store.installed(variant):
                     store.verify(variant)  # says what is wrong with it
-                raise refuse("HUB_NOT_INSTALLED", f"{kernel.repo_id}@{kernel.version}")
+                raise refuse("HUB_NOT_INSTALLED", str(kernel))
             remote = remote or connect()
             if not lock.signed_by:  # a signature speaks for the commit; without one, its place among the branches does
                 remote.check_reachable(kernel.repo_id, kernel.version, kernel.commit)
-            _fetch(remote, store, policy, kernel, variant, progress)
+            _fetch(remote, store, kernel, variant, progress)
             state = "installed"
         done.append(Finding.of(kernel, variant, state))
-    memory.remember(lock, policy.lock_path)
+    memory.remember(lock)
     return tuple(done)
 
 
-def verify(lock: Lock, *, policy: HubPolicy, store: Store) -> tuple[Finding, ...]:
+def verify(lock: Lock, policy: HubPolicy) -> tuple[Finding, ...]:
     """Check every locked build against policy and lock, byte for byte; asks no hub. Nothing is raised for a finding."""
-    found = []
+    store, found = Store(policy.store_path), []
     for kernel, variant, here in _builds(lock):
         reasons: tuple[Reason, ...] = ()
         state = "verified"
@@ -108,7 +104,7 @@ def verify(lock: Lock, *, policy: HubPolicy, store: Store) -> tuple[Finding, ...
             policy.check_digest(variant.digest)
             signing.check_signed(lock, policy)
             lock.check_current()
-            Memory(store.root).check(lock, policy.lock_path)
+            Memory(policy).check(lock)
             store.check_quarantine(variant.digest)
             if here or store.installed(variant):
                 store.verify(variant)
@@ -121,10 +117,10 @@ def verify(lock: Lock, *, policy: HubPolicy, store: Store) -> tuple[Finding, ...
     return tuple(found)
 
 
-def audit(lock: Lock, *, policy: HubPolicy, store: Store, remote: Remote) -> tuple[Finding, ...]:
+def audit(lock: Lock, remote: Remote) -> tuple[Finding, ...]:
     """`verify`, and what the hub says today: publisher trusted, branch at the locked commit, repository the same."""
     found = []
-    for finding in verify(lock, policy=policy, store=store):
+    for finding in verify(lock, remote.policy):
         kernel = lock.find(finding.repo_id, finding.version)
         reasons = list(finding.reasons)
         try:
@@ -141,30 +137,27 @@ def audit(lock: Lock, *, policy: HubPolicy, store: Store, remote: Remote) -> tup
     return tuple(found)
 
 
-def prune(lock: Lock, *, policy: HubPolicy, store: Store, dry_run: bool = False) -> tuple[tuple[str, int], ...]:
+def prune(lock: Lock, policy: HubPolicy, *, dry_run: bool = False) -> tuple[tuple[str, int], ...]:
     """Remove the builds that no lock names any more; digest and bytes of each.
 
     A store may serve several locks: those seen here before count as well, as long as they are there and readable.
     """
     named = {variant.digest for _, variant in lock.variants()}
-    for path in Memory(store.root).lock_paths():
-        if path == Path(os.path.realpath(policy.lock_path)) or not path.exists():
-            continue
+    for path in Memory(policy).other_locks():
         try:
             named |= {variant.digest for _, variant in lockfile.read(path).variants()}
         except HubError as error:
-            raise refuse(
-                "HUB_LOCK_INVALID", path.name, f"it also uses this store, and cannot be read: {error}"
-            ) from None
-    found = []
-    for entry in sorted(os.scandir(store.root), key=lambda entry: entry.name) if store.root.is_dir() else ():
+            why = f"it also uses this store, and cannot be read: {error}"
+            raise refuse("HUB_LOCK_INVALID", path.name, why) from None
+    root, found = Store(policy.store_path).root, []
+    for entry in sorted(os.scandir(root), key=lambda entry: entry.name) if root.is_dir() else ():
         digest = entry.name.replace("-", ":", 1)
         if entry.name.startswith("sha256-") and digest not in named:
             found.append((digest, _size(entry.path)))
             if not dry_run:
                 with writing("the store"):
                     # Renamed first: half a build never lies under the name of a whole one.
-                    aside = store.root / f"damaged-{entry.name}-{os.getpid()}"
+                    aside = root / f"damaged-{entry.name}-{os.getpid()}"
                     os.rename(entry.path, aside)
                     shutil.rmtree(aside, ignore_errors=True)
     return tuple(found)
@@ -178,7 +171,7 @@ def _builds(lock: Lock) -> Iterator[tuple[LockedKernel, LockedVariant, bool]]:
     """Every locked build, and whether it is the one this machine would load."""
     for kernel in lock.kernels:
         try:
-            fitting = choose(kernel).name
+            fitting = kernel.fitting().name
         except HubError:
             fitting = ""  # a kernel for other machines only
         for variant in kernel.variants.values():
@@ -186,20 +179,12 @@ def _builds(lock: Lock) -> Iterator[tuple[LockedKernel, LockedVariant, bool]]:
 
 
 def _fetch(
-    remote: Remote,
-    store: Store,
-    policy: HubPolicy,
-    kernel: LockedKernel,
-    variant: LockedVariant,
-    progress: Progress | None,
+    remote: Remote, store: Store, kernel: LockedKernel, variant: LockedVariant, progress: Progress | None
 ) -> None:
     """All checks of the lock but the run, at the locked commit; then the bytes must have the locked hashes."""
     remote.check_publisher(kernel.repo_id)
     remote.check_identity(kernel.repo_id, kernel.commit)
-    tree = {file.path: file for file in remote.tree(kernel.repo_id, kernel.commit)}
-    check_paths(tree)
-    prefix = f"build/{variant.name}/"
-    files = {path.removeprefix(prefix): file for path, file in tree.items() if path.startswith(prefix)}
+    files = builds_at(remote, kernel.repo_id, kernel.commit).get(variant.name, {})
     for path in variant.files:
         if path not in files:
             raise refuse("HUB_STORE_MISSING_FILE", path, detail="at the hub")
@@ -207,10 +192,11 @@ def _fetch(
         if path not in variant.files:
             raise refuse("HUB_STORE_EXTRA_FILE", path, detail="at the hub")
     with writing("the store"), store.staging() as staging:
-        found = fetch_build(remote, kernel.repo_id, kernel.commit, variant.name, files, staging, progress)
+        folder = staging / variant.name
+        found = fetch_build(remote, kernel, files, folder, progress)
         for path, locked in variant.files.items():
             if found[path] != locked:
                 raise refuse("HUB_HASH_MISMATCH", path, locked.sha256)
-        metadata = check_build(staging.folder / variant.name, found, f"{kernel.repo_id}/{variant.name}", policy)
+        metadata = check_build(folder, found, f"{kernel.repo_id}/{variant.name}", remote.policy)
         check_same(metadata, variant)
         store.commit(staging, variant)

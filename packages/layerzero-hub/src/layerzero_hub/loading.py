@@ -6,15 +6,16 @@ import functools
 import os
 import sys
 import threading
+from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
 
-from layerzero_hub import fingerprint, honest, signing, source
+from layerzero_hub import fingerprint, signing, source
 from layerzero_hub.contents import Contents
 from layerzero_hub.errors import HubError, refuse
 from layerzero_hub.fingerprint import Finding, Snapshot
-from layerzero_hub.lockfile import Lock, LockedKernel, LockedVariant
+from layerzero_hub.lockfile import Lock, LockedVariant
 from layerzero_hub.metadata import check_id_free, check_locked, check_same, parse
-from layerzero_hub.names import fitting
 from layerzero_hub.policy import HubPolicy, discovered
 from layerzero_hub.store import Store
 
@@ -32,98 +33,104 @@ def load(repo_id: str, version: int | None = None, *, policy: HubPolicy | None =
     """
     policy = policy or discovered()
     lock = signing.read_lock(policy)
-    if digest and choose(lock.find(repo_id, version)).digest != digest:
+    if digest and lock.find(repo_id, version).fitting().digest != digest:
         raise refuse("HUB_LOCK_INVALID", repo_id, "locked anew since this process registered it: start it again")
-    with _lock:
-        return _load(repo_id, version, policy, lock)
+    return _Loading(policy, lock).load(repo_id, version)
 
 
-def check(repo_id: str, version: int | None = None, *, policy: HubPolicy, lock: Lock | None = None) -> LockedVariant:
-    """All checks that come before the import, on the kernel and what it depends on; the build that would be loaded."""
-    lock = lock or signing.read_lock(policy)
-    return _check(repo_id, version, policy, lock, "", ())
+@dataclass(frozen=True)
+class LockedLayer:
+    """A layer of a locked kernel for `kernels.use_kernel_mapping`, so that `kernelize` takes the verified one.
+
+    mapping = {"RMSNorm": {"cpu": LockedLayer("org/fast-norm", "RMSNorm")}}
+    """
+
+    repo_id: str
+    layer_name: str
+    version: int | None = field(default=None, kw_only=True)
+    policy: HubPolicy | None = field(default=None, kw_only=True, hash=False)
+
+    def load(self) -> type[Any]:
+        """The layer's class, from the verified kernel's `layers`."""
+        module = load(self.repo_id, self.version, policy=self.policy)
+        layer = getattr(getattr(module, "layers", None), self.layer_name, None)
+        if not isinstance(layer, type):
+            raise refuse("HUB_METADATA_INVALID", self.repo_id, f"no layer {self.layer_name}")
+        return layer
+
+    def __str__(self) -> str:
+        return f"locked {self.repo_id}, layer {self.layer_name}"
 
 
-def choose(kernel: LockedKernel) -> LockedVariant:
-    """The locked build that fits this machine best."""
-    return kernel.variants[fitting(kernel.repo_id, kernel.variants)]
+class _Loading:
+    """One kernel on its way in, and what it depends on: the verified bytes of each build that is not loaded yet."""
 
+    def __init__(self, policy: HubPolicy, lock: Lock) -> None:
+        self.policy, self.lock = policy, lock
+        self.store = Store(policy.store_path)
+        self.opened: dict[str, Contents] = {}
 
-def _check(
-    repo_id: str,
-    version: int | None,
-    policy: HubPolicy,
-    lock: Lock,
-    wanted_by: str,
-    above: tuple[str, ...],
-    opened: dict[str, Contents] | None = None,
-) -> LockedVariant:
-    """The checks; with `opened`, the verified bytes of each build that is not loaded yet come with them."""
-    if os.environ.get("LOCAL_KERNELS"):
-        raise refuse("HUB_LOCAL_OVERRIDE")
-    policy.check_allowed(repo_id, wanted_by=wanted_by)
-    policy.check_endpoint(lock.endpoint)
-    signing.check_signed(lock, policy)
-    variant = choose(lock.find(repo_id, version))
-    policy.check_digest(variant.digest)
-    store = Store(policy.store_path)
-    store.check_quarantine(variant.digest)
-    if repo_id in above:
-        raise refuse("HUB_LOCK_INVALID", repo_id, "it depends on itself")
-    if opened is None or variant.digest in _loaded:
-        store.verify(variant)
-        check_locked(store.variant_path(variant), variant)
-    elif variant.digest not in opened:
-        opened[variant.digest] = store.open(variant)
-        check_same(parse(opened[variant.digest].files["metadata.json"], variant.name), variant)
-    for needed, needed_version in variant.kernel_depends:
-        _check(needed, needed_version, policy, lock, repo_id, (*above, repo_id), opened)
-    return variant
+    def load(self, repo_id: str, version: int | None) -> ModuleType:
+        with _lock:
+            try:
+                return self._import(self._check(repo_id, version, "", ()))
+            finally:
+                while self.opened:
+                    self.opened.popitem()[1].close()
 
+    def _check(self, repo_id: str, version: int | None, wanted_by: str, above: tuple[str, ...]) -> LockedVariant:
+        """All checks that come before the import, on the kernel and what it depends on; the build to be loaded."""
+        if os.environ.get("LOCAL_KERNELS"):
+            raise refuse("HUB_LOCAL_OVERRIDE")
+        self.policy.check_allowed(repo_id, wanted_by=wanted_by)
+        self.policy.check_endpoint(self.lock.endpoint)
+        signing.check_signed(self.lock, self.policy)
+        variant = self.lock.find(repo_id, version).fitting()
+        self.policy.check_digest(variant.digest)
+        self.store.check_quarantine(variant.digest)
+        if repo_id in above:
+            raise refuse("HUB_LOCK_INVALID", repo_id, "it depends on itself")
+        if variant.digest in _loaded:
+            self.store.verify(variant)
+            check_locked(self.store.variant_path(variant), variant)
+        elif variant.digest not in self.opened:
+            contents = self.opened[variant.digest] = self.store.open(variant)
+            check_same(parse(contents.files["metadata.json"], variant.name), variant)
+        for needed, number in variant.kernel_depends:
+            self._check(needed, number, repo_id, (*above, repo_id))
+        return variant
 
-def _load(repo_id: str, version: int | None, policy: HubPolicy, lock: Lock) -> ModuleType:
-    opened: dict[str, Contents] = {}
-    try:
-        return _load_build(_check(repo_id, version, policy, lock, "", (), opened), policy, lock, opened)
-    finally:
-        for contents in opened.values():
-            contents.close()
-
-
-def _load_build(variant: LockedVariant, policy: HubPolicy, lock: Lock, opened: dict[str, Contents]) -> ModuleType:
-    module = _loaded.get(variant.digest)
-    if module is not None:
+    def _import(self, variant: LockedVariant) -> ModuleType:
+        if variant.digest in _loaded:
+            return _loaded[variant.digest]
+        needed = {
+            repo_id: self._import(self.lock.find(repo_id, number).fitting())
+            for repo_id, number in variant.kernel_depends
+        }
+        check_names_free(variant)
+        # From here on code may hold on to the descriptors: they stay open as long as the process.
+        contents = self.opened.pop(variant.digest)
+        source.prepare()
+        source.import_for([contents])
+        before = fingerprint.take()
+        try:
+            _validate(contents)
+            module = source.import_build(contents, needed, functools.partial(self._asked_for, variant.id))
+        except HubError:
+            raise
+        except Exception as error:
+            raise refuse("HUB_PROBE_FAILED", f"{type(error).__name__}: {error}") from error
+        _judge(before, fingerprint.take(), variant, self.store)
+        _loaded[variant.digest] = module
+        _namespaces.update(variant.ops_namespaces)
         return module
-    needed = {
-        repo_id: _load_build(choose(lock.find(repo_id, number)), policy, lock, opened)
-        for repo_id, number in variant.kernel_depends
-    }
-    check_names_free(variant)
-    # From here on code may hold on to the descriptors: they stay open as long as the process.
-    contents = opened.pop(variant.digest)
-    source.prepare()
-    honest.import_for([contents])
-    before = fingerprint.take()
-    try:
-        _validate(contents)
-        module = source.import_build(contents, needed, functools.partial(_inner, variant.id, policy, lock))
-    except HubError:
-        raise
-    except Exception as error:
-        raise refuse("HUB_PROBE_FAILED", f"{type(error).__name__}: {error}") from error
-    _judge(before, fingerprint.take(), variant, Store(policy.store_path))
-    _loaded[variant.digest] = module
-    _namespaces.update(variant.ops_namespaces)
-    return module
 
-
-def _inner(wanted_by: str, policy: HubPolicy, lock: Lock, repo_id: str, version: int | None) -> ModuleType:
-    """A kernel that another one asks for in its code: allowed, locked and verified like any, or refused."""
-    policy.check_allowed(repo_id, wanted_by=wanted_by)
-    if version is None:
-        raise refuse("HUB_NOT_LOCKED", repo_id, detail="a version, not a branch or a commit")
-    with _lock:
-        return _load(repo_id, version, policy, lock)
+    def _asked_for(self, wanted_by: str, repo_id: str, version: int | None) -> ModuleType:
+        """A kernel that another one asks for in its code: allowed, locked and verified like any, or refused."""
+        self.policy.check_allowed(repo_id, wanted_by=wanted_by)
+        if version is None:
+            raise refuse("HUB_NOT_LOCKED", repo_id, detail="a version, not a branch or a commit")
+        return _Loading(self.policy, self.lock).load(repo_id, version)
 
 
 def _validate(contents: Contents) -> None:

@@ -26,12 +26,13 @@ from typing import Any, Final
 from layerzero.files import write_whole
 from layerzero_hub.errors import refuse
 from layerzero_hub.names import (
+    SHA256,
     check_commit,
-    check_hash,
     check_module_id,
     check_paths,
     check_repo_id,
     check_variant,
+    fitting,
     strict_json,
 )
 
@@ -79,6 +80,17 @@ class LockedKernel:
     commit: str
     variants: Mapping[str, LockedVariant]
 
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.repo_id, self.version
+
+    def __str__(self) -> str:
+        return f"{self.repo_id}@{self.version}"
+
+    def fitting(self) -> LockedVariant:
+        """The locked build that fits this machine best; HUB_VARIANT_MISSING when none does."""
+        return self.variants[fitting(self.repo_id, self.variants)]
+
     def to_json(self) -> dict[str, Any]:
         return {
             "repo-id": self.repo_id,
@@ -110,12 +122,11 @@ class Lock:
 
     def check_whole(self) -> None:
         """Raise HUB_LOCK_INCOMPLETE unless everything a locked kernel depends on is locked too."""
-        there = {(kernel.repo_id, kernel.version) for kernel in self.kernels}
+        there = {kernel.key for kernel in self.kernels}
         for kernel, variant in self.variants():
             for repo_id, version in variant.kernel_depends:
                 if (repo_id, version) not in there:
-                    who = f"{kernel.repo_id}@{kernel.version}"
-                    raise refuse("HUB_LOCK_INCOMPLETE", who, f"{repo_id}@{version}")
+                    raise refuse("HUB_LOCK_INCOMPLETE", str(kernel), f"{repo_id}@{version}")
 
     def find(self, repo_id: str, version: int | None = None) -> LockedKernel:
         """The locked kernel; HUB_NOT_LOCKED when there is none, HUB_LOCK_INVALID when a version must be named."""
@@ -134,8 +145,7 @@ class Lock:
 
     def to_json(self) -> dict[str, Any]:
         """As in the file; kernels sorted, so that equal content gives equal bytes."""
-        ordered = sorted(self.kernels, key=lambda kernel: (kernel.repo_id, kernel.version))
-        kernels = [kernel.to_json() for kernel in ordered]
+        kernels = [kernel.to_json() for kernel in sorted(self.kernels, key=lambda kernel: kernel.key)]
         if not self.lock_id:
             return {"lock-version": 1, "endpoint": self.endpoint, "kernels": kernels}
         head = {"lock-version": 2, "lock-id": self.lock_id, "serial": self.serial, "expires": self.expires or None}
@@ -191,10 +201,9 @@ def parse(raw: bytes) -> Lock:
     kernels = tuple(_kernel(entry, f"kernels[{index}]") for index, entry in enumerate(top["kernels"]))
     seen: set[tuple[str, int]] = set()
     for kernel in kernels:
-        key = (kernel.repo_id, kernel.version)
-        if key in seen:
-            raise refuse("HUB_LOCK_INVALID", f"{kernel.repo_id}@{kernel.version}", "locked twice")
-        seen.add(key)
+        if kernel.key in seen:
+            raise refuse("HUB_LOCK_INVALID", str(kernel), "locked twice")
+        seen.add(kernel.key)
     if version == 1:
         return Lock(top["endpoint"], kernels)
     if not _LOCK_ID.match(top["lock-id"]):
@@ -223,16 +232,10 @@ def expiry(days: int) -> str:
 
 
 _OPTIONAL_TEXT: Final = (str, type(None))
+_FIRST: Final = {"lock-version": int, "endpoint": str, "kernels": list}
 _TOP: Final[Mapping[int, Mapping[str, Any]]] = {
-    1: {"lock-version": int, "endpoint": str, "kernels": list},
-    2: {
-        "lock-version": int,
-        "lock-id": str,
-        "serial": int,
-        "expires": _OPTIONAL_TEXT,
-        "endpoint": str,
-        "kernels": list,
-    },
+    1: _FIRST,
+    2: {**_FIRST, "lock-id": str, "serial": int, "expires": _OPTIONAL_TEXT},
 }
 
 
@@ -258,11 +261,13 @@ def _kernel(data: Any, where: str) -> LockedKernel:
         raise refuse("HUB_LOCK_INVALID", f"{where}.version", "a version from 0 up")
     if not entry["variants"]:
         raise refuse("HUB_LOCK_INVALID", f"{where}.variants", "at least one build")
-    variants = {name: _variant(name, item, f"{where}.variants.{name}") for name, item in entry["variants"].items()}
+    place = f"{where}.variants"
+    variants = {name: parse_variant(name, item, f"{place}.{name}") for name, item in entry["variants"].items()}
     return LockedKernel(repo_id, entry["version"], check_commit(entry["commit"]), variants)
 
 
-def _variant(name: str, data: Any, where: str) -> LockedVariant:
+def parse_variant(name: str, data: Any, where: str) -> LockedVariant:
+    """The build that stands under this name in a lock; only HubError is raised, whatever the data."""
     wanted = {"digest": str, "id": str, "ops-namespaces": list, "kernel-depends": list, "files": dict}
     entry = _fields(data, where, wanted)
     check_variant(name)
@@ -286,7 +291,9 @@ def _file(data: Any, where: str) -> LockedFile:
     entry = _fields(data, where, {"sha256": str, "size": int})
     if not 0 <= entry["size"] < 2**48:
         raise refuse("HUB_LOCK_INVALID", f"{where}.size", "a size from 0 up")
-    return LockedFile(check_hash(entry["sha256"], f"{where}.sha256"), entry["size"])
+    if not SHA256.match(entry["sha256"]):
+        raise refuse("HUB_LOCK_INVALID", f"{where}.sha256", "64 hex digits expected")
+    return LockedFile(entry["sha256"], entry["size"])
 
 
 def _dependency(data: Any, where: str) -> tuple[str, int]:

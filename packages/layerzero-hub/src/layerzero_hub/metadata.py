@@ -32,8 +32,6 @@ class BuildMetadata:
     """The fields that matter here."""
 
     id: str
-    name: str
-    version: int
     depends: tuple[tuple[str, int], ...]
     digest_algorithm: str = ""
     digest_files: Mapping[str, str] | None = None
@@ -44,7 +42,12 @@ def parse(raw: bytes, where: str) -> BuildMetadata:
     data = strict_json(raw, "HUB_METADATA_INVALID", where, _MAX_BYTES)
     if not isinstance(data, dict):
         raise refuse("HUB_METADATA_INVALID", where, "no mapping")
-    _ask_vendor(raw, where)
+    from kernels._rust import Metadata
+
+    try:
+        Metadata.from_bytes(raw)
+    except ValueError as error:
+        raise refuse("HUB_METADATA_INVALID", where, str(error)) from None
     identity, name, version = data.get("id"), data.get("name"), data.get("version")
     if not isinstance(identity, str) or not identity.isascii() or not identity.isidentifier():
         raise refuse("HUB_METADATA_INVALID", where, "id must be a Python name")
@@ -52,7 +55,7 @@ def parse(raw: bytes, where: str) -> BuildMetadata:
         raise refuse("HUB_METADATA_INVALID", where, "name and version are needed")
     algorithm, files = _digest(data.get("digest"), where)
     depends = tuple(_dependency(item, where) for item in data.get("kernel-depends") or ())
-    return BuildMetadata(identity, name, version, depends, algorithm, files)
+    return BuildMetadata(identity, depends, algorithm, files)
 
 
 def check_id_free(identity: str) -> None:
@@ -110,29 +113,20 @@ def check_publisher_signature(
     where: str,
     publishers: Iterable[str],
     before: LockedKernel | None,
-) -> bool:
-    """Whether the build is signed by its publisher. Raises HUB_PUBLISHER_SIGNATURE for a signature that does not hold,
-    and for a missing one where the kernel as it was locked before had one.
+) -> None:
+    """Raise HUB_PUBLISHER_SIGNATURE for a publisher's signature that does not hold.
 
     The hub offers it beside the build: it signs the metadata, whose digest covers every file. Where it is present it is
     checked at lock time, with the trust root that the library sigstore ships (nobody is asked): it must hold, and its
     signer must be one that the library `kernels` trusts or that `hub.publishers` names. A build without one is judged
-    by the other checks alone, unless the build that was locked before had one.
+    by the other checks alone, unless the kernel as it was locked before had one.
     """
     if BUNDLE not in files:
         if before is not None and any(BUNDLE in variant.files for variant in before.variants.values()):
             raise refuse("HUB_PUBLISHER_SIGNATURE", where, "there is none, and the build locked before had one")
-        return False
+        return
     if metadata.digest_files is None:
         raise refuse("HUB_PUBLISHER_SIGNATURE", where, "the metadata it signs has no digest of the files")
-    why = _verify((folder / "metadata.json").read_bytes(), (folder / BUNDLE).read_bytes(), publishers)
-    if why:
-        raise refuse("HUB_PUBLISHER_SIGNATURE", where, why)
-    return True
-
-
-def _verify(signed: bytes, bundle: bytes, publishers: Iterable[str]) -> str:
-    """Empty when the signature holds, else why not."""
     from kernels.verify import DEFAULT_POLICIES, GitHubWorkflowPolicy
     from sigstore.models import Bundle
     from sigstore.verify import Verifier, policy
@@ -142,12 +136,12 @@ def _verify(signed: bytes, bundle: bytes, publishers: Iterable[str]) -> str:
         repository = WORKFLOW.match(uri)
         assert repository is not None, "the policy was checked when it was read"
         signers.append(GitHubWorkflowPolicy(repo_id=repository[1], signer_uris=[uri]))
+    signed, bundle = (folder / "metadata.json").read_bytes(), (folder / BUNDLE).read_bytes()
     try:
         with _quiet():
             Verifier.production(offline=True).verify_artifact(signed, Bundle.from_json(bundle), policy.AnyOf(signers))
     except Exception as error:  # the library raises many kinds; all mean: not verified
-        return f"{type(error).__name__}: {error}"
-    return ""
+        raise refuse("HUB_PUBLISHER_SIGNATURE", where, f"{type(error).__name__}: {error}") from None
 
 
 @contextmanager
@@ -160,15 +154,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
-
-
-def _ask_vendor(raw: bytes, where: str) -> None:
-    from kernels._rust import Metadata
-
-    try:
-        Metadata.from_bytes(raw)
-    except ValueError as error:
-        raise refuse("HUB_METADATA_INVALID", where, str(error)) from None
 
 
 def _digest(data: Any, where: str) -> tuple[str, Mapping[str, str] | None]:

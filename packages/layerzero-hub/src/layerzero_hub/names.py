@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from layerzero_hub.errors import refuse
 
 _PART = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9])?\Z")
 _COMMIT = re.compile(r"[0-9a-f]{40}\Z")
-_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
+SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _VARIANT = re.compile(r"(?:torch|tvm)[a-z0-9_.-]{0,80}\Z")
 _SEGMENT = re.compile(r"[A-Za-z0-9_+=@ .-]{1,128}\Z")
 _BYTECODE = (".pyc", ".pyo", ".pyd", ".pth", ".egg-link")
@@ -43,13 +43,6 @@ def check_commit(commit: object) -> str:
     return commit
 
 
-def check_hash(text: object, where: str) -> str:
-    """64 lower-case hex digits."""
-    if not isinstance(text, str) or not _SHA256.match(text):
-        raise refuse("HUB_LOCK_INVALID", where, "64 hex digits expected")
-    return text
-
-
 def check_module_id(identity: str) -> str:
     """The name a kernel takes in sys.modules: of a form that no other module has or will have."""
     if not _MODULE_ID.match(identity) or identity in _KNOWN_MODULES:
@@ -57,10 +50,10 @@ def check_module_id(identity: str) -> str:
     return identity
 
 
-def check_variant(name: object) -> str:
+def check_variant(name: str) -> str:
     """The name of a build variant, which becomes the name of a directory."""
-    if not isinstance(name, str) or not _VARIANT.match(name) or ".." in name:
-        raise refuse("HUB_PATH_UNSAFE", name if isinstance(name, str) else type(name).__name__, "no build variant")
+    if not _VARIANT.match(name) or ".." in name:
+        raise refuse("HUB_PATH_UNSAFE", name, "no build variant")
     return name
 
 
@@ -128,21 +121,9 @@ def etag_hash(etag: object) -> str:
     """The hash inside an ETag: 40 (git) or 64 (LFS) hex digits in quotes, weak or not. Anything else is refused."""
     text = etag if isinstance(etag, str) else ""
     text = text.removeprefix("W/").strip('"')
-    if not (_COMMIT.match(text) or _SHA256.match(text)):
+    if not (_COMMIT.match(text) or SHA256.match(text)):
         raise refuse("HUB_ETAG_INVALID", etag if isinstance(etag, str) else type(etag).__name__)
     return text
-
-
-def reader(kind: Any, words: str, fits: Callable[[Any], Any] = lambda value: True) -> Callable[[str, object], Any]:
-    """What takes a key and its value, and gives the value back or says in these words what it has to be."""
-
-    def read(key: str, value: object) -> Any:
-        wrong_bool = isinstance(value, bool) and kind is not bool
-        if wrong_bool or not isinstance(value, kind) or not fits(value):
-            raise refuse("HUB_POLICY_INVALID", key, words)
-        return value
-
-    return read
 
 
 def strict_json(raw: bytes, code: str, where: str, most: int) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from layerzero.errors import LayerZeroError
 from layerzero.plugin import (
     BackendStatus,
     DeviceSpec,
@@ -36,7 +37,6 @@ def layerzero_register(registrar: Registrar) -> None:
 
 def _with_kernels(base: dict[str, Any]) -> dict[str, Any]:
     from layerzero import env
-    from layerzero.errors import LayerZeroError
     from layerzero.policy.load import discover
 
     try:
@@ -47,11 +47,11 @@ def _with_kernels(base: dict[str, Any]) -> dict[str, Any]:
         policy = discovered()
         if not policy.lock_path.is_file():
             return base
-        from layerzero_hub import bound, specs
+        from layerzero_hub import bound
 
-        kernels = specs.table(policy)
+        kernels, _ = bound.survey(policy)
         bound.remember(kernels, policy)
-        return specs.capabilities(kernels, base)
+        return bound.capabilities(kernels, base)
     except (LayerZeroError, ImportError):
         return base  # `layerzero_capabilities` meets the same and reports it
 
@@ -59,45 +59,38 @@ def _with_kernels(base: dict[str, Any]) -> dict[str, Any]:
 @hookimpl
 def layerzero_capabilities(device: DeviceSpec) -> BackendStatus:
     """The library `kernels`, and the state of policy, lock and store; the hub itself is not asked."""
-    from layerzero.errors import LayerZeroError
-
     status = vendor_status(CAPABILITIES, device)
     # The package's own file holds no kernels: they come from lock and policy. That alone is no reason against it.
     against = tuple(item for item in status.reasons if item.code is not ReasonCode.BACKEND_STUB)
     if against:
-        return replace(status, available=False, reasons=against, fix=status.fix)
-    from layerzero_hub import specs
+        return replace(status, available=False, reasons=against)
+    from layerzero_hub import bound
     from layerzero_hub.policy import discovered
 
     try:
-        kernels, problems = specs.survey(discovered())
+        kernels, problems = bound.survey(discovered())
     except LayerZeroError as error:
         return replace(status, available=False, reasons=error.reasons, fix=error.hint)
-    if not kernels and problems:
-        return replace(status, available=False, kernels=(), reasons=problems, fix=problems[0].hint)
-    if not kernels:
-        nothing = replace(reason("BACKEND_STUB"), message="no kernel is locked yet", hint=LOCK_ONE)
-        return replace(status, available=False, kernels=(), reasons=(nothing,), fix=LOCK_ONE)
+    if not kernels and not problems:
+        problems = (replace(reason("BACKEND_STUB"), message="no kernel is locked yet", hint=LOCK_ONE),)
     usable = tuple(sorted(name for name, kernel in kernels.items() if not kernel.refused))
     refused = (*problems, *(item for kernel in kernels.values() for item in kernel.refused))
     fix = refused[0].hint if refused else ""
-    return replace(status, available=True, kernels=usable, reasons=refused, fix=fix)
+    return replace(status, available=bool(kernels), kernels=usable, reasons=refused, fix=fix)
 
 
 @hookimpl
 def layerzero_health(backend: str) -> HealthReport:
     """Hash every locked build again and compare with the lock. Results are the conformance kit's business."""
-    from layerzero.errors import LayerZeroError
     from layerzero_hub import installing, signing
     from layerzero_hub.policy import discovered
-    from layerzero_hub.store import Store
 
     try:
         policy = discovered()
         if not policy.lock_path.is_file():
             return HealthReport(backend, True, "nothing is locked")
         lock = signing.read_lock(policy)
-        found = installing.verify(lock, policy=policy, store=Store(policy.store_path))
+        found = installing.verify(lock, policy)
     except LayerZeroError as error:
         return HealthReport(backend, False, str(error))
     bad = [finding for finding in found if not finding.ok]

@@ -1,7 +1,11 @@
-"""`[hub]` of the policy: what is allowed, denied, revoked, and where lock and store lie. The default denies everything.
+"""`[hub]` of the policy: what is allowed, denied, revoked, where lock and store lie, what is a kernel of which op.
 
-Files that are named (LAYERZERO_CONFIG, `--policy`) or lie at user level may allow; one that merely lies in the working
-directory may only deny, revoke and switch off (the core refuses anything else in it). Refusals of all files add up.
+The default denies everything. Files that are named (LAYERZERO_CONFIG, `--policy`) or lie at user level may allow; one
+that merely lies in the working directory may only deny, revoke and switch off (the core refuses anything else in it).
+Refusals of all files add up.
+
+A kernel may bring the entries of `kernels` in `layerzero.json` beside its code (without `repo`); the policy's win. One
+entry there that is wrong takes one kernel away, not its neighbours.
 """
 
 from __future__ import annotations
@@ -10,26 +14,42 @@ import fnmatch
 import os
 import re
 import urllib.parse
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+import platformdirs
+
 from layerzero import env
-from layerzero_hub.errors import refuse
+from layerzero.reasons import Reason, reason
+from layerzero_hub.errors import HubError, refuse
 from layerzero_hub.lockfile import LOCK_NAME
-from layerzero_hub.mapping import KernelMapping, parse_mappings
 from layerzero_hub.metadata import WORKFLOW
-from layerzero_hub.names import check_repo_id, reader
+from layerzero_hub.names import check_repo_id
 
 DEFAULT_ENDPOINT: Final = "https://huggingface.co"
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
-# What a manylinux_2_28 build may ask for without being asked about: libc's own parts, libstdc++, and what torch brings.
-SYSTEM_LIBS: Final = (
-    "libc.so.6 libm.so.6 libdl.so.2 librt.so.1 libpthread.so.0 libgcc_s.so.1 libstdc++.so.6 ld-linux-x86-64.so.2 "
-    "ld-linux-aarch64.so.1 libgomp.so.1 libtorch.so libtorch_cpu.so libtorch_cuda.so libtorch_python.so libc10.so "
-    "libc10_cuda.so libcudart.so.12 libcudart.so.13 libcuda.so.1"
-).split()
+
+
+@dataclass(frozen=True, slots=True)
+class KernelMapping:
+    """One function of one locked kernel, as a kernel of an op.
+
+    `arguments` names the op's canonical arguments in the order the function takes them (empty: all, as they are);
+    `keywords` are passed by name; `out` True means the function takes an output like the first tensor as its first
+    argument, and returns nothing.
+    """
+
+    repo: str
+    op: str
+    function: str
+    version: int | None = None
+    variant: str = ""
+    arguments: tuple[str, ...] = ()
+    keywords: tuple[tuple[str, str], ...] = ()
+    out: bool = False
+    capabilities: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +71,7 @@ class HubPolicy:
     store: str = ""
     max_bytes: int = 4 * 2**30
     timeout: float = 30.0
-    kernels: tuple[KernelMapping, ...] = field(default=())
+    kernels: tuple[KernelMapping, ...] = ()
 
     def check_allowed(self, repo_id: str, *, wanted_by: str = "") -> None:
         """Raise unless the id is allowed by name and denied by nothing. Deny is looked at first, and beats allow."""
@@ -87,8 +107,6 @@ class HubPolicy:
         chosen = self.store or os.environ.get("LAYERZERO_HUB_STORE", "")
         if chosen:
             return Path(chosen).expanduser()
-        import platformdirs
-
         return Path(platformdirs.user_data_dir("layerzero", appauthor=False)) / "hub"
 
 
@@ -122,24 +140,40 @@ def _over(weak: HubPolicy, strong: HubPolicy, said: set[str]) -> HubPolicy:
 
 def from_mapping(data: Mapping[str, Any], *, base: Path | None = None) -> HubPolicy:
     """A policy from the plain values of `[hub]`; only HubError is raised. Relative paths are seen from `base`."""
-    known = {item.name for item in fields(HubPolicy)}
-    values: dict[str, Any] = {}
-    for key, value in data.items():
-        if key not in known:
-            near = ", ".join(sorted(known))
-            raise refuse("HUB_POLICY_INVALID", str(key), f"unknown key; known: {near}")
-        values[key] = _READ[key](key, value)
-    root = base or Path()
+    values, root = read_keys(_READ, data, ""), base or Path()
     for key in ("lock", "store"):
         if values.get(key):
             values[key] = str(root / Path(values[key]).expanduser())
     if "signing_keys" in values:
         values["signing_keys"] = tuple(str(root / Path(one).expanduser()) for one in values["signing_keys"])
-    for repo_id in values.get("allow", ()):
-        if "*" in repo_id or "?" in repo_id or "[" in repo_id:
-            raise refuse("HUB_POLICY_INVALID", "allow", f"{repo_id}: exact ids only, no patterns")
-        check_repo_id(repo_id)
     return HubPolicy(**values)
+
+
+# -- values, each by its key -------------------------------------------------------------------------------------------
+Reader = Callable[[str, object], Any]
+"""Takes a key and its value, and gives the value as it is kept, or raises HUB_POLICY_INVALID."""
+
+
+def reader(kind: Any, words: str, fits: Callable[[Any], Any] = lambda value: True) -> Reader:
+    """What takes a key and its value, and gives the value back or says in these words what it has to be."""
+
+    def read(key: str, value: object) -> Any:
+        wrong_bool = isinstance(value, bool) and kind is not bool
+        if wrong_bool or not isinstance(value, kind) or not fits(value):
+            raise refuse("HUB_POLICY_INVALID", key, words)
+        return value
+
+    return read
+
+
+def read_keys(readers: Mapping[str, Reader], data: Mapping[str, Any], at: str) -> dict[str, Any]:
+    """Each value as the reader of its key gives it; `at` goes before a key that is refused. Unknown keys are."""
+    found: dict[str, Any] = {}
+    for key, value in data.items():
+        if key not in readers:
+            raise refuse("HUB_POLICY_INVALID", f"{at}{key}", f"unknown key; known: {', '.join(sorted(readers))}")
+        found[key] = readers[key](f"{at}{key}", value)
+    return found
 
 
 _bool = reader(bool, "true or false")
@@ -149,31 +183,34 @@ _bytes = reader(int, "a number of bytes above 0", lambda count: 0 < count < 2**4
 _seconds = reader((int, float), "seconds above 0", lambda count: 0 < count <= 86400)
 
 
-def _texts(key: str, value: object) -> tuple[str, ...]:
-    return tuple(_text(key, item) for item in _list(key, value))
+def _each(read: Reader) -> Reader:
+    return lambda key, value: tuple(read(key, item) for item in _list(key, value))
 
 
-def _set(key: str, value: object) -> frozenset[str]:
-    return frozenset(_texts(key, value))
+def _set(read: Reader) -> Reader:
+    return lambda key, value: frozenset(_each(read)(key, value))
 
 
-def _digests(key: str, value: object) -> frozenset[str]:
-    """Digests as people write them; what is none would revoke nothing, and is an error."""
-    found = set()
-    for text in _texts(key, value):
-        match = re.fullmatch(r"(?:sha256[:-])?([0-9a-f]{64})", text.strip().lower())
-        if match is None:
-            raise refuse("HUB_POLICY_INVALID", key, f"{text}: a digest, sha256: and 64 hexadecimal digits")
-        found.add(f"sha256:{match.group(1)}")
-    return frozenset(found)
+def _exact_id(key: str, value: object) -> str:
+    text = _text(key, value)
+    if set(text) & set("*?["):
+        raise refuse("HUB_POLICY_INVALID", key, f"{text}: exact ids only, no patterns")
+    return check_repo_id(text)
+
+
+def _digest(key: str, value: object) -> str:
+    """A digest as people write it; what is none would revoke nothing, and is an error."""
+    text = _text(key, value)
+    match = re.fullmatch(r"(?:sha256[:-])?([0-9a-f]{64})", text.strip().lower())
+    if match is None:
+        raise refuse("HUB_POLICY_INVALID", key, f"{text}: a digest, sha256: and 64 hexadecimal digits")
+    return f"sha256:{match.group(1)}"
 
 
 def _endpoints(key: str, value: object) -> tuple[str, ...]:
-    found = _texts(key, value)
+    found: tuple[str, ...] = _each(_endpoint)(key, value)
     if not found:
         raise refuse("HUB_POLICY_INVALID", key, "at least one address")
-    for one in found:
-        _endpoint(key, one)
     return found
 
 
@@ -193,13 +230,12 @@ def _endpoint(key: str, value: object) -> str:
     return text
 
 
-def _publishers(key: str, value: object) -> tuple[str, ...]:
-    found = _texts(key, value)
-    for one in found:
-        if not WORKFLOW.match(one):
-            shape = "https://github.com/OWNER/REPO/.github/workflows/FILE@refs/heads/BRANCH"
-            raise refuse("HUB_POLICY_INVALID", key, f"{one}: the workflow that signs, as {shape}")
-    return found
+def _publisher(key: str, value: object) -> str:
+    text: str = _text(key, value)
+    if not WORKFLOW.match(text):
+        shape = "https://github.com/OWNER/REPO/.github/workflows/FILE@refs/heads/BRANCH"
+        raise refuse("HUB_POLICY_INVALID", key, f"{text}: the workflow that signs, as {shape}")
+    return text
 
 
 def _token_endpoint(key: str, value: object) -> str:
@@ -209,17 +245,17 @@ def _token_endpoint(key: str, value: object) -> str:
     return text
 
 
-_READ: Final[Mapping[str, Any]] = {
+_READ: Final[Mapping[str, Reader]] = {
     "enabled": _bool,
     "offline": _bool,
-    "allow": _set,
-    "deny": _set,
+    "allow": _set(_exact_id),
+    "deny": _set(_text),
     "endpoints": _endpoints,
     "require_trusted_publisher": _bool,
-    "needed_libs": _set,
-    "signing_keys": _texts,
-    "revoked": _digests,
-    "publishers": _publishers,
+    "needed_libs": _set(_text),
+    "signing_keys": _each(_text),
+    "revoked": _set(_digest),
+    "publishers": _each(_publisher),
     "token_endpoint": _token_endpoint,
     "lock": _text,
     "store": _text,
@@ -227,3 +263,83 @@ _READ: Final[Mapping[str, Any]] = {
     "timeout": _seconds,
     "kernels": lambda key, value: parse_mappings(value),
 }
+
+
+# -- entries of `kernels` ----------------------------------------------------------------------------------------------
+# What follows from an entry, and is not said in its capabilities.
+_OURS: Final = ("kernel_id", "function", "predicate", "traceable")
+
+_table = reader(Mapping, "a table")
+_function = reader(
+    str,
+    "a function of the kernel",
+    re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*){0,4}\Z").match,
+)
+_names = reader(
+    (list, tuple),
+    "a list of argument names",
+    lambda names: all(isinstance(one, str) and one.isidentifier() for one in names),
+)
+_named = reader(Mapping, "a table: the function's keyword = the op's argument")
+_claims = reader(Mapping, "a table as in capabilities.json")
+
+
+def _keywords(key: str, value: object) -> tuple[tuple[str, str], ...]:
+    keywords = _named(key, value)
+    _names(key, [*keywords, *keywords.values()])
+    return tuple(sorted(keywords.items()))
+
+
+def _capabilities(key: str, value: object) -> dict[str, Any]:
+    found = dict(_claims(key, value))
+    for name in _OURS:
+        if name in found:
+            raise refuse("HUB_POLICY_INVALID", f"{key}.{name}", "follows from the entry, and is not said")
+    return found
+
+
+_READ_ENTRY: Final[Mapping[str, Reader]] = {
+    "repo": lambda key, value: check_repo_id(value),
+    "op": reader(str, "the name of an op", re.compile(r"[a-z][a-z0-9_]{0,63}\Z").match),
+    "function": _function,
+    "version": reader((int, type(None)), "a number"),
+    "variant": reader(str, "lower-case letters, digits and _", re.compile(r"[a-z0-9_]{0,40}\Z").match),
+    "arguments": lambda key, value: tuple(_names(key, value)),
+    "keywords": _keywords,
+    "out": reader(bool, "true or false"),
+    "capabilities": _capabilities,
+}
+
+
+def parse_mappings(value: object) -> tuple[KernelMapping, ...]:
+    """The entries of `[[hub.kernels]]`; only HubError is raised."""
+    if not isinstance(value, (list, tuple)) or len(value) > 1000:
+        raise refuse("HUB_POLICY_INVALID", "kernels", "a list of at most 1000 tables")
+    return tuple(_entry(item, f"kernels[{index}]", None) for index, item in enumerate(value))
+
+
+def parse_descriptor(data: object, repo: str) -> tuple[tuple[KernelMapping, ...], tuple[Reason, ...]]:
+    """The entries a kernel brings itself in `layerzero.json` (`{"kernels": [...]}` without `repo`), and what is wrong
+    with those that are left out.
+    """
+    if not isinstance(data, Mapping) or set(data) != {"kernels"} or not isinstance(data["kernels"], list):
+        raise refuse("HUB_DESCRIPTOR_INVALID", repo, '{"kernels": [...]} and nothing else')
+    found, wrong = [], []
+    for index, item in enumerate(data["kernels"][:1000]):
+        try:
+            entry = _entry(item, f"kernels[{index}]", repo)
+            if entry.capabilities.get("packer") is not None:
+                _function(f"kernels[{index}].capabilities.packer", entry.capabilities["packer"])
+            found.append(entry)
+        except HubError as error:
+            cause = error.reasons[0]
+            wrong.append(reason("HUB_DESCRIPTOR_INVALID", repo, f"{cause.value}: {cause.limit}"))
+    return tuple(found), tuple(wrong)
+
+
+def _entry(value: object, where: str, repo: str | None) -> KernelMapping:
+    given = _table(where, value)
+    if repo is not None and "repo" in given:
+        raise refuse("HUB_POLICY_INVALID", f"{where}.repo", "unknown key: a descriptor speaks of its own kernel")
+    data = {"repo": repo, "op": None, "function": None, **given}
+    return KernelMapping(**read_keys(_READ_ENTRY, data, f"{where}."))

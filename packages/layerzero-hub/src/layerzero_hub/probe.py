@@ -2,7 +2,7 @@
 
 One helper process imports torch once and forks for each build, so builds never meet. The fork has no token and no home
 in its environment, and, where the kernel allows, no network, no files of homes, no way to write and no other process to
-see (`sandbox`); what is refused is said in `Probed.notes`. The helper itself never runs code of a build: which ops
+see (`sandbox`); what is refused is said in `Prober.notes`. The helper itself never runs code of a build: which ops
 appeared or changed it reads from the memory of the fork (`dispatcher`), not from what the fork says. This is the first
 time a kernel's code runs, after every check that needs no running.
 """
@@ -40,15 +40,6 @@ class Need:
     needs: Mapping[str, Need]
 
 
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """What the import did: ops namespaces that appeared, existing ops that changed; what the check could not do."""
-
-    namespaces: tuple[str, ...]
-    changed: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-
-
 class Prober:
     """Runs imports in children. Start is late: without a build to probe nothing is started."""
 
@@ -63,16 +54,20 @@ class Prober:
         self._child: subprocess.Popen[bytes] | None = None
         self._answers = -1
 
-    def run(self, folder: Path, variant: LockedVariant, *, needs: Mapping[str, Need] | None = None) -> Probed:
-        """Import the build. A crash, an error or too long a wait raises HUB_PROBE_FAILED; a finding its own code."""
+    def run(self, folder: Path, variant: LockedVariant, *, needs: Mapping[str, Need] | None = None) -> tuple[str, ...]:
+        """Import the build; the ops namespaces that appeared.
+
+        A crash, an error or too long a wait raises HUB_PROBE_FAILED; an op that changed or a finding its own code.
+        """
         data = self._ask(_build_json(Need(folder, variant, needs or {})))
         self.notes = tuple(sorted({*self.notes, *map(str, data["notes"])}))
         if "error" in data:
             raise refuse(str(data.get("code") or "HUB_PROBE_FAILED"), data["error"], data.get("limit"))
-        if not data["changed"]:
-            for finding in _findings(data):
-                raise refuse(finding.code, finding.what, finding.mark)
-        return Probed(tuple(map(str, data["namespaces"])), tuple(map(str, data["changed"])), tuple(data["notes"]))
+        if data["changed"]:
+            raise refuse("HUB_DISPATCHER_CHANGED", str(data["changed"][0]))
+        for finding in _findings(data):
+            raise refuse(finding.code, finding.what, finding.mark)
+        return tuple(map(str, data["namespaces"]))
 
     def replay(self, modules: list[str]) -> frozenset[Finding]:
         """What importing installed modules, and no kernel, changes in a fresh process."""
@@ -94,7 +89,6 @@ class Prober:
             raise refuse("HUB_PROBE_FAILED", "the probe's process ended") from None
 
     def close(self) -> None:
-        """End the helper and everything it started."""
         if self._child is not None:
             self._child.terminate()  # it ends what it forked, then itself
             try:
@@ -159,13 +153,9 @@ def _findings(data: dict[str, Any]) -> list[Finding]:
 
 
 def _build_json(need: Need) -> dict[str, Any]:
-    variant = need.variant
     return {
         "path": str(need.folder),
-        "name": variant.name,
-        "digest": variant.digest,
-        "id": variant.id,
-        "namespaces": list(variant.ops_namespaces),
-        "files": {path: [item.sha256, item.size] for path, item in variant.files.items()},
+        "name": need.variant.name,
+        "build": need.variant.to_json(),
         "needs": {repo: _build_json(one) for repo, one in need.needs.items()},
     }

@@ -19,17 +19,16 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NoReturn
 
-from layerzero_hub import fingerprint, honest, sandbox, source
+from layerzero_hub import fingerprint, sandbox, source
 from layerzero_hub.contents import Contents, open_build
-from layerzero_hub.dispatcher import Dispatcher
 from layerzero_hub.errors import HubError, refuse
-from layerzero_hub.fingerprint import Finding, Snapshot
-from layerzero_hub.lockfile import LockedFile, LockedVariant
+from layerzero_hub.fingerprint import Dispatcher, Snapshot
+from layerzero_hub.lockfile import parse_variant
 
 _MOST: Final = 2**24
 _OWN_WORD: Final = "the dispatcher's memory looks unknown: what changed is the probed process's own word"
@@ -41,7 +40,7 @@ class _Ended(Exception):
 
 def main() -> None:
     """Answer requests until stdin ends."""
-    answers, hidden = int(sys.argv[1]), sys.argv[2:]
+    answers = int(sys.argv[1])
     signal.signal(signal.SIGTERM, _end)
     import torch  # noqa: F401 - imported once, here, for all forks
 
@@ -51,54 +50,50 @@ def main() -> None:
     dispatcher = Dispatcher.find()
     for line in sys.stdin.buffer:
         try:
-            answer = _answer(json.loads(line), dispatcher, hidden)
+            answer = _answer(json.loads(line), dispatcher)
         except HubError as error:
             reason = error.reasons[0]
             answer = {"error": str(reason.value), "limit": reason.limit, "code": error.code.value, "notes": []}
         os.write(answers, json.dumps(answer).encode() + b"\n")
 
 
-def _answer(request: dict[str, Any], dispatcher: Dispatcher | None, hidden: list[str]) -> dict[str, Any]:
+def _answer(request: dict[str, Any], dispatcher: Dispatcher | None) -> dict[str, Any]:
     opened: list[Contents] = []
     try:
         build = _open(request, opened) if "modules" not in request else None
-        honest.import_for(opened)
+        source.import_for(opened)
         while True:
-            task = _Task(request, build, opened, _before(dispatcher), hidden, secrets.token_hex(16))
-            answer = _in_fork(task)
+            before = _before(dispatcher, len(sys.modules))
+            answer = _in_fork(_Task(request, build, opened, before, secrets.token_hex(16)))
             # What the kernel brought in of torch by a way its sources do not show: with that there before, once more.
             late = [name for name in answer.pop("others", ()) if name.startswith("torch.") and name not in sys.modules]
             bad = answer.get("changed") or answer.get("findings") or len(answer.get("namespaces", ())) > 1
-            if build is None or not bad or not honest.import_all(late):
+            if build is None or not bad or not source.import_all(late):
                 return answer
     finally:
         for contents in opened:
             contents.close()
 
 
+@dataclass(frozen=True, slots=True)
 class _Before:
-    """How things stand in the helper, as every fork finds them: looked at again only after something was imported."""
+    """How things stand in the helper, as every fork finds them."""
 
-    def __init__(self, dispatcher: Dispatcher | None) -> None:
-        self.dispatcher = dispatcher
-        self.modules = len(sys.modules)
-        self.memory = dispatcher.read(os.getpid()) if dispatcher else {}
-        self.seen = fingerprint.take(ops=dispatcher is None)
+    dispatcher: Dispatcher | None
+    memory: Mapping[str, bytes]
+    seen: Snapshot
 
 
-_kept: list[_Before] = []
-
-
-def _before(dispatcher: Dispatcher | None) -> _Before:
-    if not _kept or _kept[0].modules != len(sys.modules):
-        _kept[:] = [_Before(dispatcher)]
-    return _kept[0]
+@functools.lru_cache(maxsize=1)
+def _before(dispatcher: Dispatcher | None, modules: int) -> _Before:
+    """Looked at again only when there are other modules: after something was imported."""
+    memory = dispatcher.read(os.getpid()) if dispatcher else {}
+    return _Before(dispatcher, memory, fingerprint.take(ops=dispatcher is None))
 
 
 def _open(request: dict[str, Any], opened: list[Contents]) -> tuple[Contents, dict[str, Any]]:
     """The verified builds of a request: contents, and those it needs by repository."""
-    files = {path: LockedFile(sha256, size) for path, (sha256, size) in request["files"].items()}
-    variant = LockedVariant(request["name"], request["digest"], request["id"], (), (), files)
+    variant = parse_variant(request["name"], request["build"], "request")
     needs = {repo: _open(one, opened) for repo, one in request["needs"].items()}
     contents = next((one for one in opened if one.variant.digest == variant.digest), None)
     if contents is None:
@@ -115,7 +110,6 @@ class _Task:
     build: tuple[Contents, dict[str, Any]] | None
     opened: list[Contents]
     before: _Before
-    hidden: list[str]
     token: str
 
 
@@ -139,9 +133,8 @@ def _in_fork(task: _Task) -> dict[str, Any]:
         if said is None and time.monotonic() >= deadline:
             return {"error": f"no end after {timeout:g} s", "notes": notes}
         if said is None:
-            status = os.waitpid(child, 0)[1] if _gone(child, 2.0) else None
-            ending = "a forged answer" if status is None else _ending(status)
-            return {"error": f"the process ended with {ending}", "notes": notes}
+            status = _ended(child, 2.0)
+            return {"error": f"the process ended with {_ending(status)}", "notes": notes}
         if "error" not in said:
             _look(said, before, pids["inner"], notes)
             said["namespaces"] = sorted(set(said.get("namespaces", ())) - _known_spaces(request))
@@ -176,7 +169,9 @@ def _look(said: dict[str, Any], before: _Before, inner: int, notes: list[str]) -
 def _known_spaces(request: dict[str, Any]) -> set[str]:
     """Ops namespaces of what a build depends on: they were looked at when those were locked."""
     return {
-        space for need in request.get("needs", {}).values() for space in (*need["namespaces"], *_known_spaces(need))
+        space
+        for need in request.get("needs", {}).values()
+        for space in (*need["build"]["ops-namespaces"], *_known_spaces(need))
     }
 
 
@@ -186,8 +181,7 @@ def _outer(task: _Task, setup: int, words: int) -> NoReturn:
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sandbox.set_dumpable(True)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         sandbox.close_others([setup, words, *(handle for one in task.opened for handle in one.objects.values())])
         notes = sandbox.unshare()
         apart = not any(note.startswith("no namespaces") for note in notes)
@@ -225,7 +219,7 @@ def _inner(task: _Task, visible: list[str], notes: list[str], setup: int, words:
     status = 1
     try:
         if visible:
-            notes = [*notes, *sandbox.confine(visible, task.hidden)]
+            notes = [*notes, *sandbox.confine(visible, sys.argv[2:])]
         os.environ["HOME"] = os.environ["TMPDIR"] = "/tmp" if visible else os.environ["HOME"]
         os.chdir(os.environ["HOME"])
         os.write(setup, json.dumps({"notes": notes}).encode() + b"\n")
@@ -242,6 +236,7 @@ def _inner(task: _Task, visible: list[str], notes: list[str], setup: int, words:
 
 def _imported(build: tuple[Contents, dict[str, Any]], known: _Before) -> dict[str, Any]:
     done: dict[str, ModuleType] = {}
+    # Bound here: the kernel's code may put others in their place.
     compare, take, ops = fingerprint.compare, fingerprint.take, known.dispatcher is None
 
     def load(contents: Contents, needs: dict[str, Any]) -> ModuleType:
@@ -260,10 +255,15 @@ def _imported(build: tuple[Contents, dict[str, Any]], known: _Before) -> dict[st
         return {"error": str(error.reasons[0].value), "limit": error.reasons[0].limit, "code": error.code.value}
     except BaseException as error:
         return {"error": f"{type(error).__name__}: {error}"[:500]}
-    after = take(ops=ops)
-    others = [name for name, one in after.modules.items() if name not in before.modules]
-    found = compare(before, after, build[0].variant.id, (build[0].variant.id,))
-    return {**_difference(found, before, after), "others": others}
+    after, own = take(ops=ops), build[0].variant.id
+    found = compare(before, after, own, (own,))
+    shown = ("HUB_DISPATCHER_CHANGED", "HUB_NAMESPACE_FOREIGN")  # by `changed` and `namespaces`
+    return {
+        "namespaces": sorted(fingerprint.namespaces(frozenset(after.ops) - frozenset(before.ops))),
+        "changed": [one.what for one in found if one.code == "HUB_DISPATCHER_CHANGED"][:50],
+        "findings": [astuple(one) for one in found if one.code not in shown][:50],
+        "others": [name for name in after.modules if name not in before.modules],
+    }
 
 
 def _asked_for(wanted_by: str, needed: Mapping[str, ModuleType], repo_id: str, version: int | None) -> ModuleType:
@@ -274,19 +274,9 @@ def _asked_for(wanted_by: str, needed: Mapping[str, ModuleType], repo_id: str, v
 
 def _replayed(modules: list[str]) -> dict[str, Any]:
     before = fingerprint.take()
-    honest.import_all(modules)
-    after = fingerprint.take()
-    found = fingerprint.compare(before, after, "", ())
-    return {"findings": [[one.code, one.what, one.mark] for one in found]}
-
-
-def _difference(found: tuple[Finding, ...], before: Snapshot, after: Snapshot) -> dict[str, Any]:
-    ops = ("HUB_DISPATCHER_CHANGED", "HUB_NAMESPACE_FOREIGN")
-    return {
-        "namespaces": sorted(fingerprint.namespaces(frozenset(after.ops) - frozenset(before.ops))),
-        "changed": [one.what for one in found if one.code == "HUB_DISPATCHER_CHANGED"][:50],
-        "findings": [[one.code, one.what, one.mark] for one in found if one.code not in ops][:50],
-    }
+    source.import_all(modules)
+    found = fingerprint.compare(before, fingerprint.take(), "", ())
+    return {"findings": [astuple(one) for one in found]}
 
 
 def _visible() -> list[str]:
@@ -301,11 +291,9 @@ def _read(handle: int, deadline: float, until: bytes = b"") -> bytes:
     found = bytearray()
     while not (until and until in found) and len(found) < _MOST:
         ready = select.select([handle, 0], [], [], max(0, deadline - time.monotonic()))[0]
-        if handle not in ready:
-            if not ready:
-                break
+        if ready == [0]:
             raise _Ended  # one request at a time: something on stdin now is its end
-        part = os.read(handle, 65536)
+        part = os.read(handle, 65536) if ready else b""
         if not part:
             break
         found += part
@@ -358,24 +346,25 @@ def _state(pid: int) -> str:
         return "X"
 
 
-def _gone(pid: int, seconds: float) -> bool:
-    """Whether a child has ended by itself, now or within so many seconds."""
+def _ended(child: int, seconds: float) -> int | None:
+    """The status of a child that has ended by itself, now or within so many seconds; it is reaped then."""
     deadline = time.monotonic() + seconds
-    while _state(pid) not in "ZX":
-        if time.monotonic() > deadline:
-            return False
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid or time.monotonic() > deadline:
+            return status if pid else None
         time.sleep(0.002)
-    return True
 
 
 def _end(signum: int, frame: object) -> None:
     raise _Ended
 
 
-def _ending(status: int) -> str:
-    if os.WIFSIGNALED(status):
-        return f"signal {os.WTERMSIG(status)}"
-    return f"exit status {os.waitstatus_to_exitcode(status)}"
+def _ending(status: int | None) -> str:
+    if status is None:
+        return "a forged answer"
+    code = os.waitstatus_to_exitcode(status)
+    return f"signal {-code}" if code < 0 else f"exit status {code}"
 
 
 if __name__ == "__main__":

@@ -1,26 +1,172 @@
-"""The hub as it answers: publisher, refs, tree, heads, bodies. Each answer is checked against the others."""
+"""The hub as it answers: publisher, refs, tree, heads, bodies. Each answer is checked against the others.
+
+HTTP with nothing taken on trust: no redirect is followed unasked, every answer has a size and a deadline. The standard
+library is used, and not the hub's own client, because that client follows redirects between repositories, waits for a
+silent server, and writes to names the server chooses. Tokens come from huggingface_hub.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 import os
 import re
+import threading
+import time
+import urllib.error
 import urllib.parse
-from collections.abc import Callable, Iterator
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from email.message import Message
 from itertools import islice
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from layerzero_hub.errors import refuse
 from layerzero_hub.lockfile import LockedFile
 from layerzero_hub.names import check_commit, check_repo_id, etag_hash
 from layerzero_hub.policy import HubPolicy
-from layerzero_hub.web import Answer, Sink, Web
 
+_JSON_BYTES: Final = 32 * 2**20
+_CHUNK: Final = 2**20
+_HOPS: Final = 3
 _PAGES: Final = 50
 _HISTORY_PAGES: Final = 20
 _FILES: Final = 20_000
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Message, newurl: str) -> None:
+        return None
+
+
+class Web:
+    """A client for one endpoint."""
+
+    def __init__(self, endpoint: str, *, timeout: float, headers: Mapping[str, str] | None = None) -> None:
+        self.endpoint = endpoint.rstrip("/")
+        self.timeout = timeout
+        self.headers = dict(headers or {})
+        self._opener = urllib.request.build_opener(_NoRedirect)
+        self._origin = urllib.parse.urlsplit(self.endpoint)[:2]  # scheme and host: http is not https of the same name
+
+    def head(self, path: str) -> tuple[int, Message]:
+        """Status and headers of a path below the endpoint; a redirect is an answer, not followed."""
+        with self._open("HEAD", self.endpoint + path, time.monotonic() + self.timeout) as response:
+            return response.status, response.headers
+
+    def json(self, path: str) -> tuple[Any, Message]:
+        """A JSON answer and its headers. A redirect, as for a renamed repository, raises HUB_REPO_REDIRECTED."""
+        deadline = time.monotonic() + self.timeout
+        with self._open("GET", self.endpoint + path, deadline) as response:
+            if 300 <= response.status < 400:
+                raise refuse("HUB_REPO_REDIRECTED", path, response.headers.get("location") or "elsewhere")
+            _raise_for(response, path)
+            body = bytearray()
+            for chunk in self._chunks(response, deadline, path):
+                body += chunk
+                if len(body) > _JSON_BYTES:
+                    raise refuse("HUB_TOO_LARGE", len(body), _JSON_BYTES, detail=path)
+        try:
+            return json.loads(body), response.headers
+        except (ValueError, RecursionError):
+            raise refuse("HUB_UNREACHABLE", f"{path}: the answer is no JSON") from None
+
+    def download(self, path: str, size: int, deadline_s: float) -> Iterator[bytes]:
+        """The body of a path, exactly `size` bytes; a file host may be redirected to, tokenless."""
+        url, deadline = self.endpoint + path, time.monotonic() + deadline_s
+        for _ in range(_HOPS):
+            with self._open("GET", url, deadline) as response:
+                if 300 <= response.status < 400:
+                    url = self._next(url, response.headers.get("location"))
+                    continue
+                _raise_for(response, path)
+                came = 0
+                for chunk in self._chunks(response, deadline, path):
+                    came += len(chunk)
+                    if came > size:
+                        raise refuse("HUB_TOO_LARGE", f"more than {size}", size, detail=path)
+                    yield chunk
+                if came != size:
+                    raise refuse("HUB_SIZE_MISMATCH", came, size, detail=path)
+                return
+        raise refuse("HUB_UNREACHABLE", f"{path}: redirected more than {_HOPS} times")
+
+    # -- plumbing ---------------------------------------------------------------------------------------------------
+    def _next(self, url: str, location: str | None) -> str:
+        target = urllib.parse.urljoin(url, location or "")
+        split = urllib.parse.urlsplit(target)
+        if split.scheme != "https" and split[:2] != self._origin:
+            raise refuse("HUB_REPO_REDIRECTED", url, target)
+        return target
+
+    @contextmanager
+    def _open(self, method: str, url: str, deadline: float) -> Iterator[Any]:
+        split = urllib.parse.urlsplit(url)
+        # A token never leaves for another host, nor over http.
+        own = split[:2] == self._origin and split.scheme == "https"
+        headers = {k: v for k, v in self.headers.items() if own or k.lower() != "authorization"}
+        request = urllib.request.Request(url, method=method, headers={**headers, "Accept-Encoding": "identity"})
+        response = _within(lambda: self._ask(request, deadline), deadline, self.timeout, url)
+        try:
+            yield response
+        finally:
+            response.close()
+
+    def _ask(self, request: urllib.request.Request, deadline: float) -> Any:
+        left = max(0.05, min(self.timeout, deadline - time.monotonic()))
+        try:
+            return self._opener.open(request, timeout=left)
+        except urllib.error.HTTPError as error:  # an answer like any other: it has a status and headers
+            return error
+
+    def _chunks(self, response: Any, deadline: float, path: str) -> Iterator[bytes]:
+        while True:
+            if time.monotonic() > deadline:
+                raise refuse("HUB_TIMEOUT", path, self.timeout)
+            try:
+                chunk = response.read1(_CHUNK)
+            except TimeoutError:
+                raise refuse("HUB_TIMEOUT", path, self.timeout) from None
+            except OSError as error:
+                raise refuse("HUB_UNREACHABLE", f"{path}: {error}") from None
+            except Exception as error:  # http.client has exceptions of its own for bodies that lie about themselves
+                raise refuse("HUB_UNREACHABLE", f"{path}: {type(error).__name__}") from None
+            if not chunk:
+                return
+            yield chunk
+
+
+def _within(ask: Callable[[], Any], deadline: float, limit: float, url: str) -> Any:
+    """Run `ask` beside this thread: a server that sends one header byte a minute would hold a socket timeout open."""
+    answer: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="layerzero-hub-ask").start()
+    try:
+        return answer.result(max(0.0, deadline - time.monotonic()))
+    except Exception as error:
+        if isinstance(error, TimeoutError) or (isinstance(error, urllib.error.URLError) and "timed out" in str(error)):
+            raise refuse("HUB_TIMEOUT", url, limit) from None
+        raise refuse("HUB_UNREACHABLE", f"{url}: {error}") from None
+
+
+def _raise_for(response: Any, path: str) -> None:
+    status, code = response.status, response.headers.get("x-error-code") or ""
+    if status == 200:
+        return
+    if status == 404 and code in ("RevisionNotFound", "EntryNotFound", "RepoNotFound"):
+        raise refuse("HUB_REVISION_MISSING", code, path)
+    more = "; a token is sent only to hub.token_endpoint" if status in (401, 403) else ""
+    raise refuse("HUB_UNREACHABLE", f"{path}: status {status} {code}".strip() + more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +178,10 @@ class RemoteFile:
     oid: str
     lfs: str | None = None
 
-
-class _Hashing:
-    """Passes bytes on and hashes them on the way: SHA-256 for the lock, git's SHA-1 for the tree's word."""
-
-    def __init__(self, sink: Sink, size: int, progress: Callable[[int], None] | None) -> None:
-        self._sink, self._progress = sink, progress
-        self.sha256 = hashlib.sha256()
-        self.git = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-
-    def write(self, data: bytes, /) -> None:
-        self.sha256.update(data)
-        self.git.update(data)
-        self._sink.write(data)
-        if self._progress is not None:
-            self._progress(len(data))
+    @property
+    def hash(self) -> str:
+        """What its bytes must have: SHA-256 where it is an LFS file, else git's SHA-1."""
+        return self.lfs or self.oid
 
 
 class Remote:
@@ -130,46 +265,48 @@ class Remote:
         return tuple(found)
 
     def fetch(
-        self, repo_id: str, commit: str, file: RemoteFile, sink: Sink, progress: Callable[[int], None] | None = None
+        self, repo_id: str, commit: str, file: RemoteFile, sink: IO[bytes], progress: Callable[[int], None]
     ) -> LockedFile:
         """Download one file of a commit into `sink`; HEAD and body must both agree with the tree."""
         if file.size > self.policy.max_bytes:
             raise refuse("HUB_TOO_LARGE", file.size, self.policy.max_bytes, detail=file.path)
         path = f"/kernels/{repo_id}/resolve/{commit}/{urllib.parse.quote(file.path)}"
-        self._check_head(self.web.head(path), repo_id, commit, file)
-        hashing = _Hashing(sink, file.size, progress)
+        self._check_head(path, repo_id, commit, file)
+        sha256, git = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
         # A megabyte a second is the slowest transfer that is not called hung.
-        self.web.download(path, hashing, file.size, self.policy.timeout + file.size / 2**20)
-        sha256 = hashing.sha256.hexdigest()
-        if file.lfs is not None and sha256 != file.lfs:
-            raise refuse("HUB_HASH_MISMATCH", file.path, file.lfs)
-        if file.lfs is None and hashing.git.hexdigest() != file.oid:
-            raise refuse("HUB_HASH_MISMATCH", file.path, file.oid)
-        return LockedFile(sha256, file.size)
+        for chunk in self.web.download(path, file.size, self.policy.timeout + file.size / 2**20):
+            sha256.update(chunk)
+            git.update(chunk)
+            sink.write(chunk)
+            progress(len(chunk))
+        if (git.hexdigest() if file.lfs is None else sha256.hexdigest()) != file.hash:
+            raise refuse("HUB_HASH_MISMATCH", file.path, file.hash)
+        return LockedFile(sha256.hexdigest(), file.size)
 
     # -- details ----------------------------------------------------------------------------------------------------
-    def _check_head(self, head: Answer, repo_id: str, commit: str, file: RemoteFile) -> None:
+    def _check_head(self, path: str, repo_id: str, commit: str, file: RemoteFile) -> None:
+        status, head = self.web.head(path)
         location = head.get("location")
-        if 300 <= head.status < 400 and (location is None or location.startswith("/")):
+        if 300 <= status < 400 and (location is None or location.startswith("/")):
             raise refuse("HUB_REPO_REDIRECTED", repo_id, location or "nowhere")
-        if head.status not in (200, 302, 307):
-            raise refuse("HUB_UNREACHABLE", f"{file.path}: status {head.status}")
+        if status not in (200, 302, 307):
+            raise refuse("HUB_UNREACHABLE", f"{file.path}: status {status}")
         said = head.get("x-repo-commit")
         if said != commit:
             raise refuse("HUB_COMMIT_MISMATCH", said or "none", commit)
         etag = etag_hash(head.get("x-linked-etag") or head.get("etag"))
-        if etag != (file.lfs or file.oid):
-            raise refuse("HUB_HASH_MISMATCH", file.path, file.lfs or file.oid)
-        size = head.get("x-linked-size") or (head.get("content-length") if head.status == 200 else None)
+        if etag != file.hash:
+            raise refuse("HUB_HASH_MISMATCH", file.path, file.hash)
+        size = head.get("x-linked-size") or (head.get("content-length") if status == 200 else None)
         if size is not None and size != str(file.size):
             raise refuse("HUB_SIZE_MISMATCH", size, file.size, detail=file.path)
 
     def _pages(self, path: str) -> Iterator[Any]:
         """The answers of a path, page after page; each is asked for when it is wanted."""
         while True:
-            data, answer = self.web.json(path)
+            data, headers = self.web.json(path)
             yield data
-            link = answer.get("link") or ""
+            link = headers.get("link") or ""
             if 'rel="next"' not in link:
                 return
             target = link.split(";")[0].strip().strip("<>")
@@ -198,15 +335,10 @@ def connect(policy: HubPolicy, endpoint: str | None = None) -> Remote:
     headers = {"User-Agent": f"layerzero-hub/{importlib.metadata.version('layerzero-hub')}"}
     # A token belongs to one endpoint, and is never sent where the network could read it.
     if plain == policy.token_endpoint.rstrip("/") and plain.startswith("https://"):
-        token = _token()
-        if token:
-            headers["Authorization"] = f"Bearer {token}"
+        with suppress(ImportError):
+            from huggingface_hub import get_token
+
+            token = get_token()
+            if token:
+                headers["Authorization"] = f"Bearer {token}"
     return Remote(Web(plain, timeout=policy.timeout, headers=headers), policy)
-
-
-def _token() -> str | None:
-    try:
-        from huggingface_hub import get_token
-    except ImportError:
-        return None
-    return get_token()

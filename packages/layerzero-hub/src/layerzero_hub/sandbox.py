@@ -12,6 +12,7 @@ import pwd
 import stat
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Final
 
 _USER, _MOUNT, _PROCESS, _NET, _IPC, _NAME = 0x10000000, 0x00020000, 0x20000000, 0x40000000, 0x08000000, 0x04000000
@@ -29,9 +30,9 @@ def unshare() -> list[str]:
     uid, gid = os.geteuid(), os.getegid()
     rest = _MOUNT | _PROCESS | _NET | _IPC | _NAME
     if _libc.unshare(_USER | rest) == 0:
-        _write("/proc/self/setgroups", "deny")
-        _write("/proc/self/uid_map", f"{uid} {uid} 1")
-        _write("/proc/self/gid_map", f"{gid} {gid} 1")
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
         return []
     why = os.strerror(ctypes.get_errno())
     if _libc.unshare(rest) == 0:
@@ -54,7 +55,9 @@ def confine(visible: Iterable[str], hidden: Sequence[str] = ()) -> list[str]:
     if _libc.syscall(_MOUNT_SETATTR, -100, b"/", _AT_RECURSIVE, attributes, len(attributes)):
         notes.append(f"files could be written ({os.strerror(ctypes.get_errno())})")
     masks = _masks(hidden)
-    kept = [(path, os.open(path, os.O_PATH)) for path in _below(visible, masks)]
+    # What must be shown again, because it lies below a hidden folder; never the folder itself.
+    shown = _outermost(filter(None, visible), lambda path: os.path.exists(path) and _is_below(path, masks))
+    kept = [(path, os.open(path, os.O_PATH)) for path in shown]
     for place in masks:
         if _mount("tmpfs", place, "tmpfs", _NOSUID | _NODEV, "mode=1777"):
             notes.append(f"{place} could be read ({os.strerror(ctypes.get_errno())})")
@@ -94,13 +97,8 @@ def _masks(hidden: Sequence[str]) -> list[str]:
     return _outermost((*HIDDEN, *homes, *hidden), lambda path: path != "/" and os.path.isdir(path))
 
 
-def _below(visible: Iterable[str], masks: Sequence[str]) -> list[str]:
-    """What must be shown again because it lies below a hidden folder, outermost first; never the folder itself."""
-    return _outermost(filter(None, visible), lambda path: os.path.exists(path) and _is_below(path, masks))
-
-
 def _outermost(paths: Iterable[str], fits: Callable[[str], bool]) -> list[str]:
-    """The paths that fit, as they really lie; none below another."""
+    """The paths that fit, as they really lie, outermost first; none below another."""
     found: list[str] = []
     for path in sorted({os.path.realpath(one) for one in paths}):
         if fits(path) and not _is_below(path, found):
@@ -123,8 +121,3 @@ def _drop_capabilities() -> None:
         _libc.prctl(_CAPBSET_DROP, capability, 0, 0, 0)
     header, none = struct.pack("<Ii", 0x20080522, 0), struct.pack("<6I", 0, 0, 0, 0, 0, 0)
     _libc.capset(header, none)
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)

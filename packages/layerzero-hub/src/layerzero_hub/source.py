@@ -7,18 +7,20 @@ no bytecode read or written.
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import ctypes
-import hashlib
+import importlib
 import importlib.machinery
 import importlib.util
 import linecache
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, Final
 
-from layerzero_hub.contents import Contents
+from layerzero_hub.contents import Contents, read_file
 from layerzero_hub.errors import refuse
 
 Inner = Callable[[str, int | None], ModuleType]
@@ -72,7 +74,6 @@ class VerifiedSource(importlib.machinery.SourceFileLoader):
     """Compiles the bytes that were verified; no compiled file is read or written."""
 
     def get_code(self, fullname: str) -> CodeType:
-        """Compile from source, always."""
         path = self.get_filename(fullname)
         data = self.get_data(path)
         # For tracebacks, and for compilers that read source (Triton, TorchScript): the same text, not the file's.
@@ -86,21 +87,15 @@ class VerifiedSource(importlib.machinery.SourceFileLoader):
         build, inside = _build_of(path)
         if inside in build.files:
             return build.files[inside]
-        locked = build.variant.files.get(inside)
-        if locked is None:
+        if inside not in build.variant.files:
             raise FileNotFoundError(path)
-        with open(path, "rb") as file:
-            data = file.read(locked.size + 1)
-        if hashlib.sha256(data).hexdigest() != locked.sha256:
-            raise refuse("HUB_STORE_TAMPERED", inside, "another hash")
-        return data
+        return read_file(build.folder, inside, build.variant)
 
 
 class VerifiedExtension(importlib.machinery.ExtensionFileLoader):
     """Lets the system load a sealed copy of the verified bytes."""
 
     def create_module(self, spec: Any) -> Any:
-        """The module of the shared object."""
         sealed = importlib.machinery.ModuleSpec(spec.name, self, origin=_sealed(self.path))
         module = super().create_module(sealed)
         module.__file__ = self.path
@@ -133,9 +128,6 @@ class _Finder:
             spec.submodule_search_locations = [place]
             return spec
         return None
-
-    def invalidate_caches(self) -> None:
-        """Nothing is cached: the list of files does not change."""
 
 
 def _package(fullname: str, path: str) -> importlib.machinery.ModuleSpec:
@@ -206,3 +198,64 @@ def _build_of(path: str) -> tuple[Contents, str]:
         if path.startswith(root + os.sep):
             return build, path.removeprefix(root + os.sep)
     raise refuse("HUB_STORE_EXTRA_FILE", os.path.basename(path))
+
+
+# -- what sources import from elsewhere -----------------------------------------------------------------------------
+# `import torch._dynamo`, `torch.distributed.tensor` or Triton register ops of their own. Imported before the kernel,
+# they are part of what was there; what changes afterwards, the kernel did. Below, attributes of torch that import on
+# first use.
+_LAZY: Final = {
+    "compile": "torch._inductor.compile_fx",
+    "_dynamo": "torch._dynamo",
+    "_inductor": "torch._inductor",
+    "_export": "torch._export",
+    "export": "torch.export",
+    "onnx": "torch.onnx",
+}
+
+
+def import_for(builds: Iterable[Contents]) -> None:
+    """Import the installed modules that the sources import when they are imported. What fails is left to the kernel."""
+    wanted: set[str] = set()
+    for contents in builds:
+        found: set[str] = set()
+        for path, data in contents.files.items():
+            if path.endswith(".py"):
+                with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+                    _visit(ast.parse(data), found)
+        wanted |= {name for name in found if name.partition(".")[0] != contents.variant.id}
+    import_all(sorted(wanted))
+
+
+def import_all(names: Iterable[str]) -> bool:
+    """Import these installed modules, as far as that goes; whether anything new came."""
+    before = len(sys.modules)
+    for name in names:
+        if name not in sys.modules and name.partition(".")[0] not in sys.stdlib_module_names:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+    if "torch._dynamo" in sys.modules:
+        import torch
+
+        torch.compile(lambda: None)  # its first use replaces functions of torch
+    return len(sys.modules) > before
+
+
+def _visit(node: ast.AST, found: set[str]) -> None:
+    """What runs when a module is imported: not the bodies of functions."""
+    if isinstance(node, ast.Import):
+        found.update(alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        found.add(node.module)
+        if node.module == "torch":
+            found.update(_LAZY[alias.name] for alias in node.names if alias.name in _LAZY)
+    elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+        if node.attr in _LAZY:
+            found.add(_LAZY[node.attr])
+    inner: Iterable[ast.AST] = ast.iter_child_nodes(node)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        inner = [*node.decorator_list, *node.args.defaults, *(one for one in node.args.kw_defaults if one)]
+    elif isinstance(node, ast.Lambda):
+        inner = []
+    for one in inner:
+        _visit(one, found)

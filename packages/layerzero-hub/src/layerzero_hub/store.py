@@ -2,7 +2,7 @@
 
 <root>/sha256-<digest>/<variant>/…      one build; nothing is written here after the rename
 <root>/staging-<uuid>/                  being filled, beside staging-<uuid>.lock, which its process holds
-<root>/history.json                     locks and digests in the order they came, to notice a rollback (memory.py)
+<root>/history.json                     locks and digests in the order they came, to notice a rollback (signing.py)
 <root>/quarantine.json                  digests that did harm when loaded
 
 The root's mode says who may read: builds are as readable as it is, so that root can fill a store for a service user,
@@ -20,34 +20,17 @@ import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import platformdirs
 
 from layerzero.files import sync_folder
-from layerzero_hub.contents import Contents, open_build, verify_files
+from layerzero_hub.contents import Contents, check_owner_and_mode, open_build, others_may_write, verify_files
 from layerzero_hub.errors import HubError, refuse
 from layerzero_hub.lockfile import LockedVariant
-from layerzero_hub.places import check_above, check_owner_and_mode, locked, make_folders, write_json
 
 # Digests that did harm in this process: refused here even where nothing could be written.
 _harmful: dict[str, str] = {}
-
-
-class Staging:
-    """A private folder that becomes a build of the store, or vanishes."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    @contextlib.contextmanager
-    def create(self, path: str) -> Iterator[Any]:
-        """A new file for writing; it must not exist, and no link is followed."""
-        target = self.folder / path
-        make_folders(target.parent, 0o700)
-        handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
 
 
 class Store:
@@ -58,7 +41,6 @@ class Store:
 
     # -- places -----------------------------------------------------------------------------------------------------
     def build_path(self, digest: str) -> Path:
-        """Where the build of a digest lies or would lie."""
         return self.root / digest.replace(":", "-")
 
     def variant_path(self, variant: LockedVariant) -> Path:
@@ -72,7 +54,7 @@ class Store:
 
     def _check_place(self) -> None:
         check_above(self.root)
-        _check_folder(self.root, self.root.name)
+        _check_folder(self.root)
 
     def installed(self, variant: LockedVariant) -> bool:
         """Whether a folder of that digest is there; `verify` says whether it is right."""
@@ -84,7 +66,6 @@ class Store:
         verify_files(self._checked(variant), variant)
 
     def is_right(self, variant: LockedVariant) -> bool:
-        """Whether `verify` finds nothing wrong."""
         try:
             self.verify(variant)
         except HubError:
@@ -100,23 +81,27 @@ class Store:
         if not os.path.lexists(build):
             raise refuse("HUB_NOT_INSTALLED", variant.digest)
         self._check_place()
-        _check_folder(build, build.name)
-        for name in _listed(build):
+        _check_folder(build)
+        try:
+            names = os.listdir(build)
+        except OSError as error:
+            raise refuse("HUB_STORE_KIND", build.name, error.strerror or "not readable") from None
+        for name in names:
             if name != variant.name:
                 raise refuse("HUB_STORE_EXTRA_FILE", name)
-        _check_folder(build / variant.name, variant.name)
+        _check_folder(build / variant.name)
         return build / variant.name
 
     # -- filling ----------------------------------------------------------------------------------------------------
     @contextlib.contextmanager
-    def staging(self) -> Iterator[Staging]:
+    def staging(self) -> Iterator[Path]:
         """A fresh private folder, removed at the end unless it was committed. A killed process's is collected later."""
         self.prepare()
-        self.collect()
+        self._collect()
         lock, folder = self._claim()
         try:
             folder.mkdir(mode=0o700)
-            yield Staging(folder)
+            yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             with contextlib.suppress(OSError):
@@ -135,19 +120,19 @@ class Store:
                     return lock, folder
             os.close(lock)
 
-    def commit(self, staging: Staging, variant: LockedVariant) -> None:
+    def commit(self, staging: Path, variant: LockedVariant) -> None:
         """Verify the staged build and rename it into place. One that is there already and right is left alone."""
-        verify_files(staging.folder / variant.name, variant)
-        if os.listdir(staging.folder) != [variant.name]:
-            raise refuse("HUB_STORE_EXTRA_FILE", str(staging.folder.name))
+        verify_files(staging / variant.name, variant)
+        if os.listdir(staging) != [variant.name]:
+            raise refuse("HUB_STORE_EXTRA_FILE", staging.name)
         readers = os.stat(self.root).st_mode & 0o055
-        for folder, _, names in os.walk(staging.folder, topdown=False):
+        for folder, _, names in os.walk(staging, topdown=False):
             for name in names:
                 os.chmod(os.path.join(folder, name), 0o600 | readers & 0o044)
             os.chmod(folder, 0o700 | readers)
             sync_folder(Path(folder))
-        with locked(self.root, f"build-{variant.digest.replace(':', '-')}"):
-            final = self.build_path(variant.digest)
+        final = self.build_path(variant.digest)
+        with locked(self.root, f"build-{final.name}"):
             if self.is_right(variant):
                 return
             if os.path.lexists(final):
@@ -156,37 +141,28 @@ class Store:
                 os.rename(final, aside)
                 with contextlib.suppress(OSError):
                     _remove(aside)
-            os.rename(staging.folder, final)
+            os.rename(staging, final)
             sync_folder(self.root)
 
-    def collect(self) -> int:
-        """Remove what killed processes left behind; returns how many staging folders that were."""
-        gone = 0
+    def _collect(self) -> None:
+        """Remove what killed processes left behind."""
         for entry in list(os.scandir(self.root)):
             with contextlib.suppress(OSError):
                 if entry.name.startswith("damaged-"):
                     _remove(Path(entry.path))
                 elif entry.name.startswith("staging-"):
-                    gone += self._collect_one(entry.name.removesuffix(".lock"))
-        return gone
+                    self._collect_one(self.root / entry.name.removesuffix(".lock"))
 
-    def _collect_one(self, name: str) -> int:
-        lock = self.root / f"{name}.lock"
-        try:
-            handle = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            handle = None  # the lock goes last, so nobody holds this one
-        try:
-            if handle is not None:
+    def _collect_one(self, folder: Path) -> None:
+        lock = folder.with_name(f"{folder.name}.lock")
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(FileNotFoundError):  # the lock goes last: where there is none, nobody holds it
+                handle = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
+                held.callback(os.close, handle)
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            there = os.path.lexists(self.root / name)
-            if there:
-                _remove(self.root / name)
+            if os.path.lexists(folder):
+                _remove(folder)
             lock.unlink(missing_ok=True)
-            return int(there)
-        finally:
-            if handle is not None:
-                os.close(handle)
 
     # -- memory -----------------------------------------------------------------------------------------------------
     def quarantined(self) -> dict[str, str]:
@@ -223,8 +199,6 @@ class Store:
         return found
 
     def _quarantines(self) -> tuple[Path, Path]:
-        import platformdirs
-
         own = Path(platformdirs.user_state_dir("layerzero", appauthor=False))
         return self.root / "quarantine.json", own / "hub-quarantine.json"
 
@@ -233,23 +207,16 @@ class Store:
         write_json(path, data, os.stat(self.root).st_mode if path.parent == self.root else 0)
 
 
-def _listed(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError as error:
-        raise refuse("HUB_STORE_KIND", folder.name, error.strerror or "not readable") from None
-
-
-def _check_folder(place: Path, name: str) -> None:
+def _check_folder(place: Path) -> None:
     try:
         info = os.lstat(place)
     except FileNotFoundError:
-        raise refuse("HUB_STORE_MISSING_FILE", name) from None
+        raise refuse("HUB_STORE_MISSING_FILE", place.name) from None
     if stat.S_ISLNK(info.st_mode):
-        raise refuse("HUB_STORE_LINK", name)
+        raise refuse("HUB_STORE_LINK", place.name)
     if not stat.S_ISDIR(info.st_mode):
-        raise refuse("HUB_STORE_KIND", name, "no folder")
-    check_owner_and_mode(info, name, place)
+        raise refuse("HUB_STORE_KIND", place.name, "no folder")
+    check_owner_and_mode(info, place.name, place)
 
 
 def _remove(place: Path) -> None:
@@ -275,3 +242,70 @@ def _read_quarantine(path: Path) -> dict[str, str]:
     if not isinstance(data, dict):
         raise refuse("HUB_STORE_UNREADABLE", str(path), "it is damaged")
     return {str(digest): str(why) for digest, why in data.items()}
+
+
+def check_above(root: Path) -> None:
+    """Raise for a folder above the store in which others could put another store in its place.
+
+    A folder with the sticky bit (/tmp) is no danger: there only owners rename and remove. Links are followed, and what
+    lies above their targets is looked at in the same way.
+    """
+    pending, seen = [root], set()
+    while pending:
+        for place in reversed(pending.pop().parents):
+            if place in seen:
+                continue
+            seen.add(place)
+            try:
+                info = os.lstat(place)
+            except OSError as error:
+                raise refuse("HUB_STORE_PARENT", str(place), error.strerror) from None
+            if info.st_uid not in (os.geteuid(), 0):
+                raise refuse("HUB_STORE_PARENT", str(place), f"it belongs to uid {info.st_uid}")
+            if stat.S_ISLNK(info.st_mode):
+                pending.append(Path(os.path.realpath(place)) / "x")
+            elif not info.st_mode & stat.S_ISVTX and others_may_write(info, place):
+                raise refuse("HUB_STORE_PARENT", str(place), f"mode {stat.S_IMODE(info.st_mode):#o}")
+
+
+def make_folders(folder: Path, mode: int) -> None:
+    """Make a folder and what is missing above it; whatever the umask, nobody else may write there."""
+    for place in (*reversed(folder.parents), folder):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(place, mode & 0o755)
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[IO[bytes]]:
+    """A new file for writing; it must not exist, and no link is followed."""
+    make_folders(path.parent, 0o700)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(handle, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def locked(folder: Path, name: str) -> Iterator[None]:
+    """Hold the lock of this name in a folder of the store."""
+    lock = os.open(folder / f".{name}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def write_json(path: Path, data: dict[str, Any], readers: int) -> None:
+    """Replace a file of the store's memory in one step; whatever the umask, only its owner may write it."""
+    temp = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with new_file(temp) as file:
+            file.write(json.dumps(data, indent=1, sort_keys=True).encode() + b"\n")
+            os.fchmod(file.fileno(), 0o600 | readers & 0o044)
+        os.replace(temp, path)
+    except BaseException:
+        temp.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
