@@ -189,7 +189,6 @@ class Ahead:
         return frozenset(dropped | {kernel for key, kernel in self._elsewhere[name].items() if key not in self._found})
 
     def load(self, name: str, recorded: Recorded) -> None:
-        """Load what was compiled elsewhere for a call."""
         lacking = {
             kernel_id: found
             for artifact, kernel_id in self._elsewhere[name].items()

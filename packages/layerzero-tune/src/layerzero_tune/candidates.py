@@ -68,7 +68,6 @@ class Bench:
         self._gate: Gate | None = None
 
     def must_compile(self, kernel_id: str) -> bool:
-        """Whether a kernel would be compiled before it could run."""
         kernel = self._world.registry.kernels[kernel_id]
         return kernel.jit and artifact_for(kernel, self._ctx, self._world) not in state.world.ready
 
@@ -259,7 +258,6 @@ def _cheats(kernels: frozenset[str], device: str) -> Mapping[str, str]:
 
 
 def _there_and_back(call: Callable[[], Any], args: tuple[Any, ...]) -> Callable[[], Any]:
-    """A call and the gradients of what it was given."""
     leaves = [item for item in args if isinstance(item, Tensor) and item.requires_grad]
 
     def run() -> None:
@@ -302,9 +300,7 @@ def _final(
     if len(near) < 2 or len(places) == 1 or not rounds:
         return told
     some = {name: calls[name] for name in near}
-    again = race(
-        some, least=rounds, seconds=seconds, noise=noise, clock=cuda_clock, warmup=1, each_round=places.move
-    )  # fmt: skip
+    again = race(some, least=rounds, seconds=seconds, noise=noise, clock=cuda_clock, warmup=1, each_round=places.move)
     return told | with_launches(again.times, some, same=SAME, each_turn=places.move)
 
 

@@ -104,7 +104,7 @@ def _measured(ctx: Context, db: PerfDB) -> tuple[Measurement | None, Decision | 
     if spec is None:
         return None, None
     decision = decide(spec, ctx, world)
-    return stored_row(world, spec, ctx, decision.chosen, db), decision
+    return stored_row(world, ctx, decision.chosen, db), decision
 
 
 class Watcher:
@@ -130,7 +130,6 @@ class Watcher:
 
     @property
     def alive(self) -> bool:
-        """Whether its thread runs, in this process."""
         return self._pid == os.getpid() and self._thread.is_alive()
 
     def look(self) -> Drift | None:

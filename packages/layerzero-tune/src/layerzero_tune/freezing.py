@@ -73,17 +73,13 @@ def freeze(
     traffic = recording.traffic
     if budget is not None:
         tune(traffic, budget=budget)
-    where = probe_device(device or _kind(traffic))
+    kinds = [item.context.device.device_type for item in traffic.calls]
+    where = probe_device(device or max(set(kinds), key=kinds.count, default="cpu"))
     table = solve(traffic, path, device=where, model_id=model_id or getattr(model, "__name__", type(model).__name__))
     return FrozenModule(model, table, traffic) if isinstance(model, nn.Module) else _frozen(model, table, traffic)
 
 
 compile = freeze  # the public name; inside this module the builtin keeps its own
-
-
-def _kind(traffic: Traffic) -> str:
-    kinds = [item.context.device.device_type for item in traffic.calls]
-    return max(set(kinds), key=kinds.count) if kinds else "cpu"
 
 
 def _frozen(model: Callable[..., Any], table: DispatchTable, traffic: Traffic) -> Callable[..., Any]:
@@ -107,7 +103,6 @@ class FrozenModule(nn.Module):
         self.training = original.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward, with its choices fixed."""
         with under_table(self.table):
             return self.original(*args, **kwargs)
 

@@ -210,7 +210,6 @@ def _whole(value: Any) -> bool:
 
 # -- one case -------------------------------------------------------------------------------------
 def _filled(table: Mapping[str, Any], values: Mapping[str, int], where: str) -> Case:
-    """The case with its braces filled in."""
     each = table.get("each", {})
     unknown = sorted(set(values) - set(each))
     if unknown:
@@ -251,7 +250,6 @@ def _option(name: str, given: Any, values: Mapping[str, int], where: str) -> Any
 
 
 def _text(text: str, values: Mapping[str, int], where: str) -> str:
-    """Fill in the braces of a text."""
 
     def put(found: re.Match[str]) -> str:
         try:

@@ -12,7 +12,6 @@ import torch
 
 from layerzero.measurements.believed import REFUSED, holding, mode_of, platform_of, versions_of
 from layerzero.model.context import Context
-from layerzero.model.op import OperationSpec
 from layerzero.perfdb.measurement import Measurement, Surroundings, bucket_of
 from layerzero.perfdb.store import PerfDB
 from layerzero.selection.world import World
@@ -23,27 +22,18 @@ from layerzero_tune.timing.race import Times
 
 
 def row(
-    world: World, spec: OperationSpec, ctx: Context, kernel_id: str, found: Times, error: float, around: Surroundings
+    world: World, ctx: Context, kernel_id: str, found: Times, error: float | None, around: Surroundings
 ) -> Measurement | None:
-    """What was measured of one kernel; None where its version is not known."""
-    versions = versions_of(world.registry, kernel_id)
-    return None if versions is None else _row(spec, ctx, kernel_id, versions, found, error, around)
-
-
-def torch_row(
-    spec: OperationSpec, ctx: Context, found: Times, error: float | None, around: Surroundings
-) -> Measurement:
-    """What torch's own code took beside the kernels; nobody selects it, and reports hold kernels against it."""
-    version = ctx.device.torch_version or ""
-    return _row(spec, ctx, TORCH_DEFAULT, (version, version), found, error, around)
-
-
-def _row(
-    spec: OperationSpec, ctx: Context, kernel_id: str, versions: tuple[str, str], found: Times, error: float | None,
-    around: Surroundings,
-) -> Measurement:  # fmt: skip
+    """What was measured of one kernel, or of torch's own code, which nobody selects and reports hold kernels against;
+    None where its version is not known."""
+    torch_version = ctx.device.torch_version or ""
+    versions: tuple[str, str] | None = (torch_version, torch_version)
+    if kernel_id != TORCH_DEFAULT:
+        versions = versions_of(world.registry, kernel_id)
+    if versions is None:
+        return None
     return Measurement(
-        op=ctx.op, bucket=bucket_of(ctx, spec.growing), kernel_id=kernel_id, kernel_version=versions[0],
+        op=ctx.op, bucket=bucket_of(ctx, world.ops[ctx.op].growing), kernel_id=kernel_id, kernel_version=versions[0],
         backend_version=versions[1], platform=platform_of(ctx.device), median_us=found.median_us,
         p95_us=found.p95_us, p99_us=found.p99_us, variance=found.steady, samples=found.samples, max_error=error,
         mode=mode_of(ctx.device.device_type, capturing=ctx.capturing), surroundings=around,
@@ -52,20 +42,21 @@ def _row(
 
 
 def refused_row(
-    world: World, spec: OperationSpec, ctx: Context, kernel_id: str, verdict: Verdict, around: Surroundings
+    world: World, ctx: Context, kernel_id: str, verdict: Verdict, around: Surroundings
 ) -> Measurement | None:
     """A row without a time: selection then rejects the kernel for such calls, whatever its author expects of it."""
-    found = row(world, spec, ctx, kernel_id, Times(1.0, 1.0, 1.0, 0.0, 1), 0.0, around)
+    found = row(world, ctx, kernel_id, Times(1.0, 1.0, 1.0, 0.0, 1), 0.0, around)
     if found is None:
         return None
     return replace(found, mode=REFUSED, max_error=verdict.max_error if verdict.max_error > 0 else None)
 
 
-def stored_row(world: World, spec: OperationSpec, ctx: Context, kernel_id: str, db: PerfDB) -> Measurement | None:
+def stored_row(world: World, ctx: Context, kernel_id: str, db: PerfDB) -> Measurement | None:
     """What was measured of a kernel in the bucket of a call, on this very platform; None where it was not."""
     versions = versions_of(world.registry, kernel_id)
     mode = mode_of(ctx.device.device_type, capturing=ctx.capturing)
-    for found in holding(db.find(ctx.op, bucket_of(ctx, spec.growing), mode), platform_of(ctx.device)):
+    bucket = bucket_of(ctx, world.ops[ctx.op].growing)
+    for found in holding(db.find(ctx.op, bucket, mode), platform_of(ctx.device)):
         if found.kernel_id == kernel_id and versions == (found.kernel_version, found.backend_version):
             return found
     return None

@@ -140,7 +140,7 @@ def known_database(database: str | os.PathLike[str] | None = None) -> PerfDB | N
 
 
 def times_in(database: str | os.PathLike[str] | None = None) -> Callable[[PlanEntry, str], float | None] | None:
-    """A look into a database for `tables.diff`: the time of a kernel in the bucket of a table's entry."""
+    """A look into a database for `diff_tables`: the time of a kernel in the bucket of a table's entry."""
     db = known_database(database)
     if db is None:
         return None
@@ -245,7 +245,6 @@ def solve(
 
 
 def _device_for(contexts: Sequence[Context]) -> DeviceSpec:
-    """The device that a table of these calls is for."""
     kinds = {ctx.device.device_type for ctx in contexts}
     where = probe_device("cpu" if kinds == {"cpu"} else None)
     if kinds and where.device_type not in kinds:

@@ -17,6 +17,7 @@ import signal
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -305,20 +306,20 @@ def distinct(calls: Iterable[tuple[str, Recorded]]) -> list[tuple[str, Recorded]
     they meet; torch's attention on a CPU takes a seventh longer for a small call as long as it has met no large one.
     """
     found: dict[str, tuple[str, Recorded]] = {}
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for name, recorded in calls:
         ctx = recorded.context
         spec = state.world.ops.get(ctx.op)
         key = f"{ctx.op} {ctx.device.device_type} {bucket_of(ctx, () if spec is None else spec.growing)}"
-        counts[key] = counts.get(key, 0) + recorded.count
+        counts[key] += recorded.count
         before = found.get(key)
         if before is None or recorded.count > before[1].count:
             found[key] = (name, recorded)
-    names: dict[str, int] = {}
+    names: Counter[str] = Counter()
     unique = []
     order = sorted((-counts[key], -volume(recorded.context), name, key) for key, (name, recorded) in found.items())
     for *_, name, key in order:
-        names[name] = names.get(name, 0) + 1
+        names[name] += 1
         unique.append((name if names[name] == 1 else f"{name} ({names[name]})", found[key][1]))
     return unique
 

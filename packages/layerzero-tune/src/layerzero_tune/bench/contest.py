@@ -127,7 +127,6 @@ def compete(
     mode: str = "eager",
     only: Iterable[str] = (),
     check: bool = True,
-    seed: int = 0,
     spread: float = 0.0,
 ) -> Outcome:
     """Time everybody who may run a call. `only` names kernels or backends; `check=False` compares no results; with
@@ -137,7 +136,7 @@ def compete(
     """
     spec, place = public_op(asked.op), f"{asked.device.device_type}:{asked.device.index}"
     free_device_memory()
-    call = build(asked, device=place, seed=seed)
+    call = build(asked, device=place)
     with conditions(asked), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # libraries remark on their own choices, at each call
         world = current_world()
@@ -150,7 +149,7 @@ def compete(
         chosen = decide(spec, ctx, world).chosen
         wanted = set(only)
         names = [item for item in decision.ranking if not wanted or wanted & {item, item.partition(".")[0]}]
-        gate = gate_of(spec, ctx, lambda: build(asked, device=place, seed=seed)) if check else None
+        gate = gate_of(spec, ctx, lambda: build(asked, device=place)) if check else None
         kernels, entries = _admitted(spec, decision, measuring, names, call, gate)
         calls: dict[str, Callable[[], Any]] = dict(kernels)
         given = dict(zip(spec.arguments, call.args, strict=False))
@@ -158,7 +157,7 @@ def compete(
         if plain is not None:
             calls[TORCH_DEFAULT] = plain
         if chosen in kernels and mode == "eager":
-            calls[CALL] = _as_written(public_op(ctx.op), call.kwargs)
+            calls[CALL] = _as_written(spec, call.kwargs)
         # A kernel does not race against itself: the other name has the same time, and its own error.
         same = {} if ctx.needs_grad else twins({item: measuring.registry.kernels[item] for item in kernels})
         before, used = pace(), load()
@@ -218,7 +217,6 @@ def _admitted(
 
 
 def _scores(ctx: Context) -> int:
-    """Bytes of the scores of an attention call, where a kernel writes them out."""
     sizes = dict(ctx.dims)
     rows, columns = sizes.get("seq_len_q"), sizes.get("seq_len_k")
     if rows is None or columns is None:
@@ -228,21 +226,17 @@ def _scores(ctx: Context) -> int:
 
 # -- times ------------------------------------------------------------------------------------------
 def _timed(
-    calls: Mapping[str, Callable[[], Any]],
-    entries: Mapping[str, Entry],
-    place: str,
-    mode: str,
-    seconds: float,
-    least: int,
-    spread: float = 0.0,
-) -> tuple[dict[str, Entry], float]:
+    calls: Mapping[str, Callable[[], Any]], entries: Mapping[str, Entry], place: str, mode: str, seconds: float,
+    least: int, spread: float = 0.0,
+) -> tuple[dict[str, Entry], float]:  # fmt: skip
     clock, timed = clock_for(place) if mode == "eager" else _replayed, {}
+    errors = {name: entries[name].error if name in entries else None for name in calls}
     able: dict[str, Callable[[], Any]] = {}
     for name, call in calls.items():
         try:
             able[name] = call if mode == "eager" else _captured(call)  # by its replays, not its launches, it is judged
         except Exception as error:
-            timed[name] = Entry(error=entries.get(name, Entry()).error, why=f"not captured: {type(error).__name__}")
+            timed[name] = Entry(error=errors[name], why=f"not captured: {type(error).__name__}")
             torch.cuda.synchronize()
     once = {name: min(clock(call, 1) for _ in range(2)) for name, call in able.items()}
     if not once:
@@ -250,13 +244,11 @@ def _timed(
     fastest = min(once.values())
     running: dict[str, Callable[[], Any]] = {}
     for name, call in able.items():
-        held = entries.get(name, Entry())
-        if once[name] > _HOPELESS * fastest:
-            few = [clock(call, 1) for _ in range(_FEW)]
-            if min(few) > _HOPELESS * fastest:
-                timed[name] = Entry(statistics.median(few), max(few), _FEW, held.error)
-                continue
-        running[name] = call
+        few = [clock(call, 1) for _ in range(_FEW)] if once[name] > _HOPELESS * fastest else []
+        if few and min(few) > _HOPELESS * fastest:
+            timed[name] = Entry(statistics.median(few), max(few), _FEW, errors[name])
+        else:
+            running[name] = call
     if spread:
         found = over_time(running, spread)
     else:
@@ -264,9 +256,7 @@ def _timed(
     raced = dict(found.times)
     if place.startswith("cuda") and mode == "eager":  # as tuning times them: everybody's launch counts, or nobody's
         raced = with_launches(raced, running, together=(TORCH_DEFAULT, CALL))
-    for name, times in raced.items():
-        held = entries.get(name, Entry())
-        timed[name] = Entry(times.median_us, times.p95_us, times.samples, held.error)
+    timed |= {name: Entry(us.median_us, us.p95_us, us.samples, errors[name]) for name, us in raced.items()}
     return timed, found.seconds
 
 
@@ -294,13 +284,15 @@ def svg(outcomes: Sequence[Outcome]) -> str:
     """The picture: one block a case, one bar a contestant, on a scale of its own; what was chosen in green."""
     parts, top = [], 10
     for outcome in outcomes:
-        rows = _rows(outcome)
+        rows = [(name, us, "chosen" if name == outcome.chosen else "bar") for name, us in outcome.times.items()]
+        if outcome.torch.us is not None:
+            rows.append(("torch default", outcome.torch.us, "torch"))
         if not rows:
             continue
         parts.append(f'<text class="case" x="10" y="{top + 16}">{escape(outcome.name)}</text>')
         top += _HEAD
         longest = max(us for _, us, _ in rows)
-        for name, us, kind in rows:
+        for name, us, kind in sorted(rows, key=lambda row: (row[1], row[0])):
             width = max(2.0, (_WIDTH - _LABEL - _NUMBER) * us / longest)
             parts.append(
                 f'<text x="{_LABEL - 10}" y="{top + 14}" text-anchor="end">{escape(name)}</text>'
@@ -314,14 +306,6 @@ def svg(outcomes: Sequence[Outcome]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}">'
         f"<style>{_STYLE}</style>{''.join(parts)}</svg>\n"
     )
-
-
-def _rows(outcome: Outcome) -> list[tuple[str, float, str]]:
-    """Contestants by time, with the class of their bar."""
-    rows = [(name, us, "chosen" if name == outcome.chosen else "bar") for name, us in outcome.times.items()]
-    if outcome.torch.us is not None:
-        rows.append(("torch default", outcome.torch.us, "torch"))
-    return sorted(rows, key=lambda row: (row[1], row[0]))
 
 
 def short_time(us: float) -> str:

@@ -60,12 +60,10 @@ class BlockReport:
 
     @property
     def transforms(self) -> int:
-        """Adaptations of inputs on the path."""
         return sum(len(item.bound.plan.transforms) for item in self.path.taken if item.bound is not None)
 
     @property
     def fused(self) -> tuple[str, ...]:
-        """Rules that put several steps into one."""
         return tuple(edge.rule for edge in self.path.edges if edge.rule)
 
     def rejected(self) -> list[dict[str, Any]]:

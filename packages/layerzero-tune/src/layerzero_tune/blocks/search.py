@@ -61,12 +61,10 @@ class Taken:
 
     @property
     def chosen(self) -> str:
-        """What selection chose for the step alone."""
         return "" if self.bound is None else self.bound.decision.chosen
 
     @property
     def kernel_id(self) -> str:
-        """The kernel, "" for glue."""
         return "" if self.bound is None else self.bound.kernel_id
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import io
 import json
+import os
+import platform
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -95,10 +98,6 @@ def bench(
 
 def document(found: Sequence[Outcome], **more: Any) -> dict[str, Any]:
     """The measurements as `lz report` reads them."""
-    import datetime
-    import os
-    import platform
-
     import torch
 
     from layerzero import __version__
@@ -122,7 +121,6 @@ def document(found: Sequence[Outcome], **more: Any) -> dict[str, Any]:
 def _asked(
     op: str | None, options: dict[str, Any], grid: Path | None, tags: Sequence[str]
 ) -> Iterator[tuple[str, Any]]:
-    """The calls to measure, by name."""
     from layerzero.device.probe import probe_devices
     from layerzero_cli.calls import context
     from layerzero_cli.words import device as device_of
@@ -221,11 +219,10 @@ def _csv(found: Sequence[Outcome]) -> str:
             if entry.us is None and not entry.why:
                 continue
             ctx = outcome.context
-            rows.writerow(
-                [outcome.name, ctx.op, ctx.dtype, name, _plain(entry.us), _plain(entry.p95_us), entry.samples,
-                 _plain(entry.error), _times_torch(entry, outcome),
-                 "yes" if name == outcome.chosen else "", entry.why]
-            )  # fmt: skip
+            numbers = _plain(entry.us), _plain(entry.p95_us), entry.samples, _plain(entry.error)
+            chosen = "yes" if name == outcome.chosen else ""
+            told = _times_torch(entry, outcome), chosen, entry.why
+            rows.writerow([outcome.name, ctx.op, ctx.dtype, name, *numbers, *told])
     return text.getvalue()
 
 

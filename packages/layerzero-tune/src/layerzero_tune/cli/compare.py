@@ -50,14 +50,17 @@ def compare(before: str, after: str | None, seconds: float, html: Path | None) -
         raise click.UsageError(f"{before} returns {type(made).__name__}, not (what to call, its inputs)")
     other = None if after is None else _made(after)
     found = hold(*made, other[0] if isinstance(other, tuple) else other, seconds=seconds)
-    blocks = _blocks(found)
+    head, notes = _told(found)
+    blocks: list[Block] = [Line(head, "bold"), *(Line(note, "dim", indent=2, hang=2) for note in notes), Line()]
+    blocks.append(Table(("", "median", "95 %", "samples"), _rows(found), right=frozenset({1, 2, 3})))
+    if found.report.calls:
+        blocks += [Line(), Table(("kernel", "calls", "where and why"), _calls(found), right=frozenset({1}))]
     if html is not None:
         blocks.append(written(html, _page(before, found)))
     return Answer(found.to_json(), blocks)
 
 
 def _made(word: str) -> Any:
-    """What the named function returns."""
     place, _, name = word.rpartition(":")
     if not place or not name.isidentifier():
         raise click.UsageError(f"{word!r} is not FILE.py:NAME or MODULE:NAME")
@@ -96,15 +99,6 @@ def _calls(found: Comparison) -> list[tuple[str, str, str]]:
         (call.ran, str(call.count), f"{call.part or 'the model'}: {call.report.op}\n{call.why}")
         for call in found.report.calls
     ]
-
-
-def _blocks(found: Comparison) -> list[Block]:
-    head, notes = _told(found)
-    blocks: list[Block] = [Line(head, "bold"), *(Line(note, "dim", indent=2, hang=2) for note in notes), Line()]
-    blocks.append(Table(("", "median", "95 %", "samples"), _rows(found), right=frozenset({1, 2, 3})))
-    if found.report.calls:
-        blocks += [Line(), Table(("kernel", "calls", "where and why"), _calls(found), right=frozenset({1}))]
-    return blocks
 
 
 def _page(name: str, found: Comparison) -> str:

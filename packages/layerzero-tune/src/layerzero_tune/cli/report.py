@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -79,8 +80,6 @@ def _facts(data: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _from_perfdb(path: Path | None, with_torch: bool) -> tuple[list[Measured], dict[str, str]]:
-    import datetime
-
     import torch
 
     from layerzero import __version__

@@ -92,11 +92,8 @@ def frame(before: Reading, after: Reading, rows: int = 20) -> list[Block]:
     ratio = "-" if data["hit_ratio"] is None else f"{data['hit_ratio']:.1%}"
     process = "" if data["pid"] is None else f"  pid {data['pid']}"
     head = f"{data['source']}{process}  {_rate(total)} calls/s  hot {ratio}"
-    blocks: list[Block] = [Line(head, "bold")]
-    told = "  ".join(
-        f"{name.replace('_', ' ')} {item['total']:.0f} ({_rate(item['per_s'])}/s)" for name, item in totals.items()
-    )
-    blocks.append(Line(told))
+    told = (f"{name.replace('_', ' ')} {item['total']:.0f} ({_rate(item['per_s'])}/s)" for name, item in totals.items())
+    blocks: list[Block] = [Line(head, "bold"), Line("  ".join(told))]
     jit = data["jit"]
     if any(jit.values()):
         blocks.append(Line("compiled: " + ", ".join(f"{count:.0f} {word}" for word, count in jit.items())))
@@ -105,16 +102,10 @@ def frame(before: Reading, after: Reading, rows: int = 20) -> list[Block]:
     if not data["counting"]:
         blocks.append(Line("calls are not counted there: lz.observe(counters=True) counts them", STYLES["warn"]))
     blocks.append(Line())
-    shown = [
-        (
-            row["kernel"],
-            row["op"],
-            _rate(row["per_s"]),
-            f"{row['calls']:.0f}",
-            f"{row['per_s'] / total:.0%}" if total else "-",
-        )
-        for row in kernels[:rows]
-    ]
+    shown = []
+    for row in kernels[:rows]:
+        share = f"{row['per_s'] / total:.0%}" if total else "-"
+        shown.append((row["kernel"], row["op"], _rate(row["per_s"]), f"{row['calls']:.0f}", share))
     blocks.append(Table(("kernel", "op", "calls/s", "calls", "share"), shown, right=frozenset({2, 3, 4})))
     if data["breakers"]:
         words = {1.0: "half-open", 2.0: "open"}

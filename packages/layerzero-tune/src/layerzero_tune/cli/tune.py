@@ -131,7 +131,6 @@ class _Lines:
 
 
 def _doing(progress: Progress) -> str:
-    """What is being raced, and what is being compiled."""
     if not progress.to_compile:
         return progress.name
     compiling = f"compiling {_some(progress.compiling) or '...'} ({progress.to_compile} left)"
@@ -160,22 +159,16 @@ def _blocks(found: Tuned, drift: bool, why_left: str = "the budget is spent") ->
         blocks.append(Table(columns, rows, indent=2, right=frozenset({1, 2})))
     blocks += [Line(line, "dim", indent=2, hang=2) for line in _ruled_out(timed)]
     moved = [f"{item.name}: {item.why}" for item in timed if drift]
-    for line in (*moved, *_late(timed), *_lost(timed), *_shared(timed), *_threads(timed)):
-        if line:
-            blocks.append(Line(line, STYLES["warn"], indent=2, hang=2))
-    for name, why in found.skipped.items():
-        blocks.append(Line(f"{name}: {why}", STYLES["warn"], indent=2, hang=2))
+    skipped = [f"{name}: {why}" for name, why in found.skipped.items()]
+    warnings = (*moved, *_late(timed), *_lost(timed), *_shared(timed), *_threads(timed), *skipped)
+    blocks += [Line(line, STYLES["warn"], indent=2, hang=2) for line in warnings]
     if found.left:
         blocks.append(Line(f"{len(found.left)} calls are left: {why_left}; run it again", STYLES["warn"], indent=2))
     if timed and not drift:
-        blocks.append(Line(_won(found, len(timed)), "bold"))
+        torch = "" if found.against_torch is None else f"{found.against_torch:.2g}× torch, "
+        won = f"{_count(len(timed), 'call')}: {torch}{_count(len(found.changed), 'choice')} changed"
+        blocks.append(Line(won, "bold"))
     return blocks
-
-
-def _won(found: Tuned, calls: int) -> str:
-    """What the tuning run has brought."""
-    torch = "" if found.against_torch is None else f"{found.against_torch:.2g}× torch, "
-    return f"{_count(calls, 'call')}: {torch}{_count(len(found.changed), 'choice')} changed"
 
 
 def _some(names: Sequence[str]) -> str:

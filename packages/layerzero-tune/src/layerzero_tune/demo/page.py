@@ -43,7 +43,10 @@ def render(tour: Tour) -> str:
         title=_e(title),
         introduction=_e(introduction(tour)),
         cards=_cards(tour),
-        facts=_facts(tour),
+        facts="".join(
+            f'<div class="{"wide" if len(value) > _WIDE else ""}"><dt>{_e(name)}</dt><dd>{_e(value)}</dd></div>'
+            for name, value in tour.facts
+        ),
         cold=_e(duration(tour.first_pass_us)),
         hot=_e(duration(tour.lz_us)),
         stages=_stages(tour, colours),
@@ -86,13 +89,6 @@ def _cards(tour: Tour) -> str:
     ]
     return "".join(
         f'<div class="card {kind}"><b>{_e(value)}</b><span>{_e(text)}</span></div>' for kind, value, text in cards
-    )
-
-
-def _facts(tour: Tour) -> str:
-    return "".join(
-        f'<div class="{"wide" if len(value) > _WIDE else ""}"><dt>{_e(name)}</dt><dd>{_e(value)}</dd></div>'
-        for name, value in tour.facts
     )
 
 

@@ -17,6 +17,10 @@ from layerzero_tune.demo.block import Sizes
 _SAME = 0.05
 _HEAD = ("step", "kernel that ran", "LayerZero", "torch", "vs torch", "check")
 _CLEARLY = 1.2  # less than this between two kernels may be the noise of a short measurement
+_SLOWER = (
+    "Slower steps: a call pays some microseconds for its lookup, which shows in small ops; "
+    "and where only the plain reference runs, a backend package may bring a faster kernel (lz doctor)."
+)
 _NEXT = "Next: lz doctor, lz list, lz explain attention --shape 1,32,128,64 --dtype bfloat16 --device h100"
 
 
@@ -268,25 +272,6 @@ def _reason_to_select(tour: Tour, context: int) -> str:
     return ""
 
 
-def _whole_line(tour: Tour) -> str:
-    """The block as a whole: cold, hot, and against torch."""
-    return (
-        f"The prompt through the whole block: {duration(tour.lz_us)}, plain torch {duration(tour.torch_us)} "
-        f"({verdict(tour.lz_us, tour.torch_us)}). The very first pass, with every choice to make: "
-        f"{duration(tour.first_pass_us)}."
-    )
-
-
-def _slower_line(tour: Tour) -> str:
-    """Why some steps are slower than torch; empty when none is."""
-    if not any(stop.verdict.endswith("slower") for stop in tour.stops):
-        return ""
-    return (
-        "Slower steps: a call pays some microseconds for its lookup, which shows in small ops; "
-        "and where only the plain reference runs, a backend package may bring a faster kernel (lz doctor)."
-    )
-
-
 def summary(tour: Tour, written: Path | None) -> str:
     """The last line: how many, all right or not, where the page is."""
     checks = "all results match the reference" if tour.ok else f"WRONG results: {', '.join(tour.failed)}"
@@ -305,9 +290,14 @@ def blocks(tour: Tour, written: Path | None, *, narrow: bool = False) -> list[Bl
             rows.append(("",) * len(head))
         rows.append(_row(stop, narrow=narrow))
     table = Table(head, rows, right=frozenset({len(head) - 4, len(head) - 3}))
-    found: list[Block] = [Line(introduction(tour)), Line(), table, Line(), Line(_whole_line(tour))]
-    if slower := _slower_line(tour):
-        found.append(Line(slower, "dim"))
+    whole = (
+        f"The prompt through the whole block: {duration(tour.lz_us)}, plain torch {duration(tour.torch_us)} "
+        f"({verdict(tour.lz_us, tour.torch_us)}). The very first pass, with every choice to make: "
+        f"{duration(tour.first_pass_us)}."
+    )
+    found: list[Block] = [Line(introduction(tour)), Line(), table, Line(), Line(whole)]
+    if any(stop.verdict.endswith("slower") for stop in tour.stops):
+        found.append(Line(_SLOWER, "dim"))
     found += [Line(), Line("Why not the others", "bold")]
     for op, reasons in _why_lines(tour):
         found.append(Line(op if reasons else f"{op}: no other kernel is registered", indent=2))

@@ -121,27 +121,23 @@ def _decode(model: _Model) -> tuple[tuple[DecodeStep, ...], Check, list[Call], d
     model.run(PlainTorch, theirs, model.prompt, other)
     recorder = Recorder(lz)
     ops: Any = recorder
-    before, steps, pairs = state.counters.to_json(), [], []
+    before, steps, agreement = state.counters.to_json(), [], []
     for _ in range(model.sizes.decode_steps):
         start = state.counters.selections
         lz_us, out = _timed(model.run, ops, ours, ids, generator, sync=model.sync)
         made = state.counters.selections - start
         torch_us, _ = _timed(model.run, PlainTorch, theirs, ids, other, sync=model.sync)
         steps.append(DecodeStep(ours.length, made, lz_us, torch_us))
-        pairs.append((out.paged, out.dense))
+        assert out.paged is not None and out.dense is not None
+        bound = tolerance("paged_attention", out.paged.dtype)
+        agreement.append(compare(out.paged, out.dense.squeeze(2), bound))
         ids = out.token.unsqueeze(0)
         ops = lz  # the first step is looked at; the rest run bare
     counters = {name: value - before[name] for name, value in state.counters.to_json().items()}
-    return tuple(steps), _agreement(pairs), recorder.calls, counters
-
-
-def _agreement(pairs: list[tuple[Tensor | None, Tensor | None]]) -> Check:
-    worst, ok = 0.0, True
-    for paged, dense in pairs:
-        assert paged is not None and dense is not None
-        report = compare(paged, dense.squeeze(2), tolerance("paged_attention", paged.dtype))
-        worst, ok = max(worst, report.max_abs), ok and report.ok
-    return Check(ok, worst, f"paged and dense attention compared at each of {len(pairs)} steps")
+    worst = max(report.max_abs for report in agreement)
+    how = f"paged and dense attention compared at each of {len(agreement)} steps"
+    check = Check(all(report.ok for report in agreement), worst, how)
+    return tuple(steps), check, recorder.calls, counters
 
 
 # -- one station ---------------------------------------------------------------------------------
@@ -165,14 +161,10 @@ def _stop(station: Station, call: Call, sync: Callable[[], None], *, quick: bool
                 contenders[item.kernel_id] = contender
         times = _interleaved(contenders, sync, quick=quick)
     lz_us, torch_us, plan_us = (times.pop(name) for name in ("", "torch", "plan"))
-    shape, seen = _shape(call), (report.chosen, report.ran, tuple(report.candidates))
-    return Stop(station, shape, *seen, check, lz_us, torch_us, times, plan_us)
-
-
-def _shape(call: Call) -> str:
+    seen = report.chosen, report.ran, tuple(report.candidates)
     shapes = ["×".join(map(str, item.shape)) for item in call.args if isinstance(item, Tensor) and item.ndim]
     shown = shapes[:1] if call.op in ("rms_norm", "add_rms_norm", "sample_topk", "sample_topp") else shapes[:3]
-    return " · ".join(shown)
+    return Stop(station, " · ".join(shown), *seen, check, lz_us, torch_us, times, plan_us)
 
 
 def _check(call: Call, ctx: Context) -> Check:

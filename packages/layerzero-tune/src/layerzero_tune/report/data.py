@@ -8,6 +8,7 @@ a library    its fastest kernel wherever it has one, torch elsewhere
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -285,12 +286,9 @@ def backend(kernel_id: str) -> str:
 
 def backends(cases: Sequence[Measured]) -> list[str]:
     """Backends in the order of how often they are chosen; those never chosen last."""
-    count: dict[str, int] = {}
-    for case in cases:
-        for kernel in case.kernels:
-            count.setdefault(backend(kernel), 0)
-        count[backend(case.chosen)] = count.get(backend(case.chosen), 0) + 1
-    return sorted(count, key=lambda name: (-count[name], name))
+    count = Counter(backend(case.chosen) for case in cases)
+    every = {*count, *(backend(kernel) for case in cases for kernel in case.kernels)}
+    return sorted(every, key=lambda name: (-count[name], name))
 
 
 def axes(case: Measured) -> Axes:
@@ -336,7 +334,7 @@ def _map(key: tuple[str, ...], cases: Sequence[Measured]) -> Map:
         " or ".join(downs),
         placed[0][0].across,
         tuple(_word(value) for _, value in rows),
-        tuple(_word(value) for value in columns),
+        tuple(map(_word, columns)),
         {place: tuple(found) for place, found in cells.items()},
     )
 

@@ -56,24 +56,20 @@ def _times(value: float | None) -> str:
 
 # -- top ------------------------------------------------------------------------------------------------
 def _cards(found: Figures) -> str:
-    nearest = min(found.libraries.items(), key=lambda item: item[1].geomean, default=None)
+    own, oracle = found.layerzero, found.ratio
     cards = [
-        (
-            "fastest",
-            "–" if found.layerzero is None else f"{found.layerzero.geomean:.3f}",
-            "÷ the fastest of all, torch included (1 is perfect)",
-        ),
-        ("farthest", "–" if found.layerzero is None else f"{found.layerzero.worst:.2f}", "the same, worst case"),
+        ("fastest", own and f"{own.geomean:.3f}", "÷ the fastest of all, torch included (1 is perfect)"),
+        ("farthest", own and f"{own.worst:.2f}", "the same, worst case"),
         ("count", str(found.cases), "cases measured"),
         ("speedup", _times(found.speedup), "faster than torch default (geometric mean)"),
-        ("ratio", "–" if found.ratio is None else f"{found.ratio.geomean:.3f}", "÷ the fastest kernel (the oracle)"),
+        ("ratio", oracle and f"{oracle.geomean:.3f}", "÷ the fastest kernel (the oracle)"),
     ]
-    if nearest is not None:
-        cards.append(
-            ("nearest", f"{nearest[1].geomean:.2f}", f"÷ fastest with one library only: {nearest[0]}, the nearest")
-        )
+    if found.libraries:
+        name, nearest = min(found.libraries.items(), key=lambda item: item[1].geomean)
+        words = f"÷ fastest with one library only: {name}, the nearest"
+        cards.append(("nearest", f"{nearest.geomean:.2f}", words))
     return "".join(
-        f'<div class="card"><b id="figure-{key}">{_e(value)}</b><span>{_e(text)}</span></div>'
+        f'<div class="card"><b id="figure-{key}">{_e(value or "–")}</b><span>{_e(text)}</span></div>'
         for key, value, text in cards
     )
 
@@ -147,7 +143,6 @@ def _anchor(case: Measured) -> str:
 
 
 def _data(case: Measured) -> str:
-    """What the script filters and counts by."""
     values = {
         "phase": phase(case),
         "dtype": case.dtype,

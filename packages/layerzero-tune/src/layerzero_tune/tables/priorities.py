@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -153,9 +154,9 @@ class Export:
     @property
     def command(self) -> str:
         """The settings in one line that can be copied."""
-        environment = [item.text for item in self.settings if item.form == "environment"]
-        arguments = [item.text for item in self.settings if item.form == "argument"]
-        python = [item.text for item in self.settings if item.form == "python"]
+        environment, arguments, python = (
+            [item.text for item in self.settings if item.form == form] for form in ("environment", "argument", "python")
+        )
         command = self.stack.command
         if python:
             command = f"{command.removesuffix(')')}, {', '.join(python)})"
@@ -183,12 +184,11 @@ def export_priorities(table: DispatchTable, stack: str, times: Times | None = No
     if skipped:
         warnings.append(f"{skipped} cases need a gradient and were left out: {known.title} serves, it does not train")
     for knob in known.knobs:
-        covered, aside = _covered(knob, entries, known, chosen)
+        covered, aside = _covered(knob, entries, chosen)
         if aside:
             ops = ", ".join(sorted({entry.op for entry in covered if entry.op in knob.ops}))
-            warnings.append(
-                f"{knob.name}: {len(aside)} cases of {', '.join(knob.otherwise)} gave way to those of {ops}"
-            )
+            given_way = f"{len(aside)} cases of {', '.join(knob.otherwise)}"
+            warnings.append(f"{knob.name}: {given_way} gave way to those of {ops}")
         setting = _decide(knob, covered, times or (lambda _: {}))
         if setting is not None:
             chosen[knob.name] = (knob, setting)
@@ -199,15 +199,12 @@ def export_priorities(table: DispatchTable, stack: str, times: Times | None = No
     for item in settings:
         warnings += _doubts(item, known)
     spoken = {op for knob in known.knobs for op in (*knob.ops, *knob.otherwise)}
-    ignored: dict[str, int] = {}
-    for entry in entries:
-        if entry.op not in spoken:
-            ignored[entry.op] = ignored.get(entry.op, 0) + 1
+    ignored = Counter(entry.op for entry in entries if entry.op not in spoken)
     return Export(known, str(table.hardware), tuple(settings), tuple(warnings), tuple(sorted(ignored.items())))
 
 
 def _covered(
-    knob: Knob, entries: Iterable[PlanEntry], stack: Stack, chosen: dict[str, tuple[Knob, Setting]]
+    knob: Knob, entries: Iterable[PlanEntry], chosen: dict[str, tuple[Knob, Setting]]
 ) -> tuple[list[PlanEntry], list[PlanEntry]]:
     """The cases that decide a knob, and those set aside."""
     if knob.under is None:
@@ -215,9 +212,8 @@ def _covered(
     name, value = knob.under
     if name not in chosen or chosen[name][1].value != value:
         return [], []
-    parent = next(item for item in stack.knobs if item.name == name)
     found, _ = knob.cases(entries)
-    return [entry for entry in found if parent.value_of(entry.kernel_id) == value], []
+    return [entry for entry in found if chosen[name][0].value_of(entry.kernel_id) == value], []
 
 
 def _decide(knob: Knob, entries: list[PlanEntry], times: Times) -> Setting | None:

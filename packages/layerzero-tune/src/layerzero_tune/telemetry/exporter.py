@@ -177,7 +177,6 @@ class Collector:
         self._families = families
 
     def collect(self) -> Iterator[Any]:
-        """prometheus_client's own values."""
         from prometheus_client.metrics_core import Metric
 
         for item in self._families():
@@ -213,7 +212,6 @@ class Spans:
         self._tracer = trace.get_tracer("layerzero", __version__) if tracer is None else tracer
 
     def __call__(self, tree: tuple[Event, ...]) -> None:
-        """Make the spans of one tree, the outermost first."""
         made: dict[int, Any] = {}
         for event in tree:
             parent = made.get(event.parent)

@@ -29,7 +29,6 @@ class Reading:
     source: str = field(default="", compare=False)
 
     def value(self, name: str, **labels: str) -> float | None:
-        """One number; None when the process does not tell it."""
         return self.samples.get(name, {}).get(tuple(sorted(labels.items())))
 
     def rows(self, name: str) -> list[tuple[dict[str, str], float]]:

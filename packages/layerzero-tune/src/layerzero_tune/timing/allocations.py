@@ -9,6 +9,7 @@ was.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -52,11 +53,7 @@ class Places:
 
     def step(self, run: Callable[..., Any]) -> Callable[[], Any]:
         """A call of `run` with the arguments of wherever everybody is at that time."""
-        if len(self._copies) == 1:
-            args = self.args
-            return lambda: run(*args)
-        keep = self._results.append
-        return lambda: keep(run(*self.args))
+        return self.prepared(lambda args: functools.partial(run, *args))
 
 
 def room() -> float:

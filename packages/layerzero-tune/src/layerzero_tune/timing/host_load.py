@@ -134,7 +134,6 @@ class Pace:
 
     @property
     def steady(self) -> bool:
-        """Whether the speed stayed within a tenth."""
         return max(self.before_ns, self.after_ns) <= (1.0 + MOVED) * min(self.before_ns, self.after_ns)
 
     def to_json(self) -> dict[str, Any]:

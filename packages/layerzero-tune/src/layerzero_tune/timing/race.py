@@ -74,7 +74,6 @@ class Times:
         return median_error(self.steady, self.samples)
 
     def near(self, best: Times, noise: float) -> bool:
-        """Whether it cannot be told from the best one."""
         return alike(best.median_us, best.error_us, self.median_us, self.error_us, noise)
 
 
