@@ -136,7 +136,6 @@ class Scope:
         known, world = self._derived
         if known is base and world is not None:
             return world
-
         tables = {} if self.table is None else {"table": self.table}
         policy = policies.merged(self.layers) if self.layers else base.policy
         derived = settled(base.changed(policy=policy, **tables))
