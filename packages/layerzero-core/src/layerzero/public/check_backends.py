@@ -256,7 +256,7 @@ def _usable(kernel: KernelSpec, now: Situation) -> bool:
     backend = now.world.enclosed.get(kernel.backend) or now.world.registry.backends.get(kernel.backend)
     if (backend is not None and not backend.available) or verdict_on(kernel, now.world.policy).denied_by is not None:
         return False
-    return any(not kernel.check_device(device) for device in now.devices)
+    return now.fits(kernel)
 
 
 def _backend(now: Situation, backend: str, kernels: Iterable[KernelSpec]) -> Iterator[Check]:
