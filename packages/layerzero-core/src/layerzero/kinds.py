@@ -34,7 +34,7 @@ class Problem(NamedTuple):
         return f"expected {self.expected}, got {reprlib.repr(self.value)}"
 
 
-class Kind:
+class Kind(NamedTuple):
     """One kind of value.
 
     schema   JSON Schema of the value in a policy file
@@ -45,17 +45,12 @@ class Kind:
     keys     the keys there may be, where they are known
     """
 
-    def __init__(
-        self,
-        schema: dict[str, Any],
-        wrong: Callable[[Any], str | None],
-        parse: Callable[[str], Any] = str,
-        parts: Callable[[Any], Iterable[tuple[Any, Kind | None, Any]]] | None = None,
-        short: Callable[[Any], Any] = lambda value: value,
-        keys: tuple[str, ...] = (),
-    ) -> None:
-        self.schema, self.wrong, self.parse = schema, wrong, parse
-        self.parts, self.short, self.keys = parts, short, keys
+    schema: dict[str, Any]
+    wrong: Callable[[Any], str | None]
+    parse: Callable[[str], Any] = str
+    parts: Callable[[Any], Iterable[tuple[Any, Kind | None, Any]]] | None = None
+    short: Callable[[Any], Any] = lambda value: value
+    keys: tuple[str, ...] = ()
 
     def problems(self, value: Any, place: Place = (), *, written: bool = False) -> Iterator[Problem]:
         """Everything that is wrong with a value, part by part; `written` in a file, where short forms are right."""

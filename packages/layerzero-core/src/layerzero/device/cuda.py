@@ -34,61 +34,38 @@ _GFX = (
 )
 
 
-def is_rocm(torch: Any) -> bool:
-    """Whether this torch was built for ROCm."""
-    return bool(getattr(torch.version, "hip", None))
+def gpu_spec(torch: Any, index: int, *, generations: GenerationMap = DEFAULT_GENERATIONS) -> DeviceSpec:
+    """Describe one GPU from `torch.cuda.get_device_properties`: an AMD one where torch was built for ROCm.
 
-
-def cuda_spec(torch: Any, index: int, *, generations: GenerationMap = DEFAULT_GENERATIONS) -> DeviceSpec:
-    """Describe one NVIDIA GPU from `torch.cuda.get_device_properties`."""
+    That has no SM version; routing reads `gfx` and the MFMA family.
+    """
     found = torch.cuda.get_device_properties(index)
-    return DeviceSpec.for_sm(
-        found.major * 10 + found.minor,
-        generations=generations,
-        name=str(found.name),
-        index=index,
-        memory_bytes=int(found.total_memory),
-        cuda_version=torch.version.cuda,
-        driver_version=driver_version(torch),
-        torch_version=str(torch.__version__),
-        max_threads_per_block=int(getattr(found, "max_threads_per_block", CUDA_MAX_THREADS_PER_BLOCK)),
-        multiprocessors=int(found.multi_processor_count),
-    )
-
-
-def rocm_spec(torch: Any, index: int) -> DeviceSpec:
-    """Describe one AMD GPU. There is no SM version; routing reads `gfx` and the MFMA family."""
-    found = torch.cuda.get_device_properties(index)
-    gfx = re.match(r"gfx[0-9a-f]+", str(getattr(found, "gcnArchName", "")))
-    return amd_spec(
-        gfx[0] if gfx else None,
-        name=str(found.name),
-        index=index,
-        memory_bytes=int(found.total_memory),
-        rocm_version=str(torch.version.hip),
-        driver_version=_first_line(_AMD_DRIVER),
-        torch_version=str(torch.__version__),
-        max_threads_per_block=int(getattr(found, "max_threads_per_block", CUDA_MAX_THREADS_PER_BLOCK)),
-        multiprocessors=int(found.multi_processor_count),
-    )
+    given: dict[str, Any] = {
+        "name": str(found.name),
+        "index": index,
+        "memory_bytes": int(found.total_memory),
+        "torch_version": str(torch.__version__),
+        "max_threads_per_block": int(getattr(found, "max_threads_per_block", CUDA_MAX_THREADS_PER_BLOCK)),
+        "multiprocessors": int(found.multi_processor_count),
+    }
+    rocm = getattr(torch.version, "hip", None)
+    if rocm:
+        gfx = re.match(r"gfx[0-9a-f]+", str(getattr(found, "gcnArchName", "")))
+        given |= {"rocm_version": str(rocm), "driver_version": _first_line(_AMD_DRIVER)}
+        return amd_spec(gfx[0] if gfx else None, **given)
+    given |= {"cuda_version": torch.version.cuda, "driver_version": driver_version(torch)}
+    return DeviceSpec.for_sm(found.major * 10 + found.minor, generations=generations, **given)
 
 
 def amd_spec(gfx: str | None, **given: Any) -> DeviceSpec:
     """An AMD GPU with what follows from its gfx name; `given` sets any other field."""
-    mfma, bf16, fp8 = gfx_features(gfx)
+    unknown = (False, False, False)
+    mfma, bf16, fp8 = next((row[1:] for row in _GFX if gfx and gfx.startswith(row[0])), unknown)
     families = frozenset({InstructionFamily.MFMA}) if mfma else frozenset()
     return DeviceSpec(
         Platform.ROCM, "cuda", vendor="amd", gfx=gfx, instruction_families=families,
         supports_bf16=bf16, supports_fp16=True, supports_fp8=fp8, max_grid=CUDA_MAX_GRID, **given,
     )  # fmt: skip
-
-
-def gfx_features(gfx: str | None) -> tuple[bool, bool, bool]:
-    """(MFMA, bf16, fp8) of a gfx name; all False for one that is not known, never an exception."""
-    for prefix, mfma, bf16, fp8 in _GFX:
-        if gfx and gfx.startswith(prefix):
-            return mfma, bf16, fp8
-    return False, False, False
 
 
 def driver_version(torch: Any) -> str | None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from layerzero.device.cpu import cpu_spec
-from layerzero.device.cuda import cuda_spec, is_rocm, rocm_spec
+from layerzero.device.cuda import gpu_spec
 from layerzero.device.signature import backend_versions
 from layerzero.device.spec import DEFAULT_GENERATIONS, DeviceSpec, GenerationMap, Platform
 from layerzero.errors import InvalidInputError
@@ -114,7 +114,7 @@ def _describe(torch: Any, kind: str, index: int, generations: GenerationMap) -> 
     if kind == "cpu":
         return cpu_spec(torch)
     if kind == "cuda":
-        return rocm_spec(torch, index) if is_rocm(torch) else cuda_spec(torch, index, generations=generations)
+        return gpu_spec(torch, index, generations=generations)
     real = kind != "meta"  # meta tensors hold nothing, so every dtype works and no kernel runs
     properties = _properties(torch, kind, index)
     return DeviceSpec(

@@ -16,23 +16,18 @@ from layerzero.model.enums import OpKind
 
 # Not part of a situation: the machine (the table's own header), sizes (buckets), and values no choice depends on.
 _SKIPPED = frozenset({"op", "device", "dims", "notes"})
-_FIELDS = tuple(f for f in fields(Context) if f.compare and f.name not in _SKIPPED and not f.name.startswith("_"))
-_PLAIN_CALL = Context("attention", dims=(("head_dim", 1),))
-_DEFAULTS = tuple((name, getattr(_PLAIN_CALL, name)) for name in sorted(f.name for f in _FIELDS))
+_NAMES = sorted(f.name for f in fields(Context) if f.compare and f.name not in _SKIPPED and not f.name.startswith("_"))
+_PROPERTIES = attrgetter(*_NAMES)
+_USUAL = _PROPERTIES(Context("attention", dims=(("head_dim", 1),)))
 
 Situation = tuple[tuple[str, Any], ...]
 
 
-_PROPERTIES = attrgetter(*(name for name, _ in _DEFAULTS))
-_USUAL = _PROPERTIES(_PLAIN_CALL)
-
-
 def situation(ctx: Context) -> Situation:
     """Every property of a call that a choice may depend on, beside machine and sizes; defaults left out."""
-    found = _PROPERTIES(ctx)
     return tuple(
-        (item[0], _plain(value))
-        for item, value, usual in zip(_DEFAULTS, found, _USUAL, strict=True)
+        (name, _plain(value))
+        for name, value, usual in zip(_NAMES, _PROPERTIES(ctx), _USUAL, strict=True)
         if value is not usual and value != usual
     )
 
