@@ -16,6 +16,7 @@ from layerzero._ops.signature import PUBLIC, declare, fx_node, fx_proxy, looked_
 from layerzero.dispatch.hot import HOT_LIMIT, aside, autocast_key, before_dispatch, describe_tensor, generic_key
 from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import invalid
+from layerzero.model.checks import expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.describe import (
@@ -214,8 +215,7 @@ def _cold(hot_key: Any, given: tuple[Any, ...], layout: str, backend: str | None
         named = dict(zip(ATTENTION.arguments, given, strict=False)) | {"layout": layout, "backend": backend}
         return fx_node(proxy, PUBLIC["attention"], named)
     for name, item in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(item, Tensor):
-            raise invalid("TYPE_INVALID", f"{name}: {type(item).__name__}", "a torch.Tensor")
+        expect_tensor(item, name)
     if query.is_nested or key.is_nested or value.is_nested:
         from layerzero._ops.varlen import varlen_attention
         from layerzero.torch_ops.attention import nested_attention

@@ -15,7 +15,7 @@ from layerzero.errors import invalid
 from layerzero.model.checks import context_of, expect_heads, expect_rank
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
-from layerzero.model.describe import check_devices, check_floating, check_scale, dtype_name
+from layerzero.model.describe import attention_needs, check_devices, check_floating, check_scale, dtype_name
 from layerzero.model.enums import Causal
 from layerzero.model.grouped import GroupedBatch, make_grouped_batch
 from layerzero.model.op import Call
@@ -143,13 +143,8 @@ def _describe(call: Call) -> Context:
     ):
         if given != planned:
             raise invalid("SHAPE_INVALID", f"of {given} {name} tokens", f"the batch: {planned} from {source}")
-    needs = {
-        "gqa": heads != kv_heads,
-        "lse": return_lse,
-        # A gradient through the log-sum-exp itself, which most kernels return without one.
-        "lse_backward": return_lse and call.needs_grad,
-        "causal_bottom_right": causal,
-    }
+    aligned = Causal.BOTTOM_RIGHT if causal else Causal.NONE
+    needs = attention_needs(call.needs_grad, heads != kv_heads, aligned, None, None, None, None, return_lse)
     dims = {
         "batch": batch.batch_size,
         "num_groups": batch.num_groups,
@@ -169,7 +164,7 @@ def _describe(call: Call) -> Context:
         (query, key, value),
         dtypes=words,
         rank=3,
-        causal=Causal.BOTTOM_RIGHT if causal else Causal.NONE,
+        causal=aligned,
         index_dtype=dtype_name(batch.kv_lens),
         # Segments differ, so a kernel may never count on queries and keys of equal length.
         seq_relation="shorter",

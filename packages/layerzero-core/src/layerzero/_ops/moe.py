@@ -74,15 +74,9 @@ def _describe(call: Call) -> Context:
     expect_shape(up_bias, "up_bias", (up.shape[0],))
     expect_shape(gate_bias, "gate_bias", (inner,))
     expect_shape(down_bias, "down_bias", (out,))
-    others = {
-        "up_weight": up,
-        "down_weight": down,
-        "gate_weight": gate,
-        "up_bias": up_bias,
-        "gate_bias": gate_bias,
-        "down_bias": down_bias,
-    }
-    if any(others[name] is not None for name in ("up_bias", "gate_bias", "down_bias")):
+    biases = {"up_bias": up_bias, "gate_bias": gate_bias, "down_bias": down_bias}
+    others = {"up_weight": up, "down_weight": down, "gate_weight": gate, **biases}
+    if any(bias is not None for bias in biases.values()):
         needs.add("bias")
     rows = x.numel() // hidden if hidden else 0
     return simple_context(call, "mlp", x, others, {"rows": rows, "hidden": hidden, "inner": inner, "n": out}, needs)

@@ -93,28 +93,6 @@ def layer_norm(
     return dispatch(LAYER_NORM, (x, weight, bias, eps), backend=backend)  # type: ignore[no-any-return]
 
 
-def _context(op: str, call: Call, x: Any, others: dict[str, Tensor | None]) -> Context:
-    """The Context of a norm over the last axis; shapes that do not fit are refused."""
-    x = expect_tensor(x, "x")
-    eps = call.args[-1]
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise invalid("TYPE_INVALID", f"eps: {type(eps).__name__}", "a number")
-    if not math.isfinite(eps):
-        raise invalid("VALUE_INVALID", str(eps), "a finite number", f"eps is {eps}")
-    hidden = x.shape[-1] if x.ndim else 0
-    for name in ("weight", "bias"):
-        expect_shape(others.get(name), name, (hidden,))
-    if others.get("residual") is not None:
-        expect_shape(others["residual"], "residual", tuple(x.shape))
-    needs = set()
-    if others.get("weight") is None:
-        needs.add("no_weight")
-    if others.get("bias") is not None:
-        needs.add("bias")
-    dims = {"rows": x.numel() // hidden if hidden else 0, "hidden": hidden}
-    return simple_context(call, op, x, others, dims, needs, mixed=True)
-
-
 def norm_op(function: Callable[..., Any], cost: Roofline, *others: str, optional: bool = True) -> Op:
     """A norm over the last axis; `others` are the tensors beside x, in order, the weight and bias `optional`."""
     name = function.__name__
@@ -125,7 +103,21 @@ def norm_op(function: Callable[..., Any], cost: Roofline, *others: str, optional
         for word, item in given.items():
             if word == "residual" or not optional:
                 expect_tensor(item, word)
-        return _context(name, call, call.args[0], given)
+        x, eps = expect_tensor(call.args[0], "x"), call.args[-1]
+        if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+            raise invalid("TYPE_INVALID", f"eps: {type(eps).__name__}", "a number")
+        if not math.isfinite(eps):
+            raise invalid("VALUE_INVALID", str(eps), "a finite number", f"eps is {eps}")
+        hidden = x.shape[-1] if x.ndim else 0
+        for word, shape in (("weight", (hidden,)), ("bias", (hidden,)), ("residual", tuple(x.shape))):
+            expect_shape(given.get(word), word, shape)
+        needs = set()
+        if given.get("weight") is None:
+            needs.add("no_weight")
+        if given.get("bias") is not None:
+            needs.add("bias")
+        dims = {"rows": x.numel() // hidden if hidden else 0, "hidden": hidden}
+        return simple_context(call, name, x, given, dims, needs, mixed=True)
 
     return declare(
         function=function,

@@ -18,6 +18,7 @@ from layerzero.model.checks import context_of, expect_rank, expect_tensor
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.describe import (
+    attention_needs,
     check_devices,
     check_floating,
     check_per_head,
@@ -236,18 +237,11 @@ def _describe(call: Call) -> Context:
     check_per_head(slopes, sinks, heads, batch.batch_size)
     for name, item in scales.items():
         _check_kv_scale(item, name, kv_heads)
+    gqa = heads != kv_heads
     needs = {
-        "gqa": heads != kv_heads,
-        "window": window is not None,
-        "softcap": softcap is not None,
-        "alibi": slopes is not None,
-        "lse": return_lse,
-        # As in attention: most kernels have no gradient for slopes, nor one through the log-sum-exp.
+        **attention_needs(call.needs_grad, gqa, Causal.NONE, window, softcap, slopes, sinks, return_lse),
         "mask_grad": call.needs_grad and any(map(needs_grad, (slopes, k_scale, v_scale))),
-        "lse_backward": bool(return_lse) and call.needs_grad,
         "paged_prefill": not batch.is_decode,
-        "sinks": sinks is not None,
-        "sinks_grad": call.needs_grad and needs_grad(sinks),
         "kv_scales": k_scale is not None or v_scale is not None,
         "non_causal": not is_causal,
     }
@@ -300,20 +294,8 @@ PAGED_ATTENTION = declare(
     function=paged_attention,
     fake=lambda query, key, value, *rest: with_lse(query.new_empty((*query.shape[:2], value.shape[-1])), rest[-1]),
     arguments=(
-        "query",
-        "key_cache",
-        "value_cache",
-        "batch",
-        "scale",
-        "window",
-        "softcap",
-        "alibi_slopes",
-        "return_lse",
-        "layout",
-        "sinks",
-        "is_causal",
-        "k_scale",
-        "v_scale",
+        "query", "key_cache", "value_cache", "batch", "scale", "window", "softcap", "alibi_slopes", "return_lse",
+        "layout", "sinks", "is_causal", "k_scale", "v_scale",
     ),
     trailing=4,
     describe=_describe,
@@ -336,4 +318,4 @@ PAGED_ATTENTION = declare(
     tolerance="attention",
     growing=("seq_len_q", "seq_len_k"),
     canonical=_canonical,
-)
+)  # fmt: skip

@@ -88,13 +88,8 @@ def _describe_dequantize(call: Call) -> Context:
 
 def _keywords(args: tuple[Any, ...]) -> dict[str, Any]:
     x, scheme = args
-    return {
-        "x": x,
-        "fmt": scheme.fmt.value,
-        "granularity": scheme.granularity,
-        "block_size": scheme.block_size,
-        "symmetric": scheme.symmetric,
-    }
+    words = {"granularity": scheme.granularity, "block_size": scheme.block_size, "symmetric": scheme.symmetric}
+    return {"x": x, "fmt": scheme.fmt.value, **words}
 
 
 def _fake(x: Tensor, fmt: str, granularity: str, block_size: int | None, symmetric: bool) -> list[Tensor]:

@@ -20,6 +20,7 @@ from layerzero.model.checks import context_of, expect_heads, expect_index, expec
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.describe import (
+    attention_needs,
     check_devices,
     check_floating,
     check_per_head,
@@ -29,7 +30,6 @@ from layerzero.model.describe import (
     parse_causal,
     parse_window,
 )
-from layerzero.model.enums import Causal
 from layerzero.model.op import Call
 from layerzero.model.shapes import with_lse
 
@@ -214,19 +214,8 @@ def _describe(call: Call) -> Context:
     check_scale(scale)
     check_softcap(softcap)
     equal = _lengths(query, key, cu_q, cu_k, max_q, max_k)[2]
-    needs = {
-        "gqa": heads != kv_heads,
-        "mask_grad": call.needs_grad and needs_grad(slopes),
-        "window": window is not None,
-        "softcap": softcap is not None,
-        "alibi": slopes is not None,
-        "sinks": sinks is not None,
-        "sinks_grad": call.needs_grad and needs_grad(sinks),
-        "lse": bool(return_lse),
-        "lse_backward": bool(return_lse) and call.needs_grad,
-        "causal_top_left": causal is Causal.TOP_LEFT,
-        "causal_bottom_right": causal is Causal.BOTTOM_RIGHT,
-    }
+    gqa = heads != kv_heads
+    needs = attention_needs(call.needs_grad, gqa, causal, window, softcap, slopes, sinks, return_lse)
     dims = {
         "batch": batch,
         "tokens": tokens,

@@ -126,20 +126,16 @@ class Inputs:
         if spec != self._spec:
             raise _changed(f"{len(leaves)} values", f"{len(self._leaves)} values, arranged as captured")
         for own, given in zip(self._leaves, leaves, strict=True):
-            _check(own, given)
+            if isinstance(own, Tensor):
+                if not isinstance(given, Tensor):
+                    raise _changed(type(given).__name__, "a tensor")
+                if own.shape != given.shape or own.dtype != given.dtype:
+                    raise _changed(_words(given), _words(own))
+            elif own is not given and not (isinstance(own, _PLAIN) and type(own) is type(given) and own == given):
+                raise _changed(repr(given)[:80], repr(own)[:80])
         for own, given in zip(self._leaves, leaves, strict=True):
             if isinstance(own, Tensor) and own is not given:
                 own.copy_(given, non_blocking=True)
-
-
-def _check(own: Any, given: Any) -> None:
-    if isinstance(own, Tensor):
-        if not isinstance(given, Tensor):
-            raise _changed(type(given).__name__, "a tensor")
-        if own.shape != given.shape or own.dtype != given.dtype:
-            raise _changed(_words(given), _words(own))
-    elif own is not given and not (isinstance(own, _PLAIN) and type(own) is type(given) and own == given):
-        raise _changed(repr(given)[:80], repr(own)[:80])
 
 
 def _words(tensor: Tensor) -> str:
@@ -307,20 +303,15 @@ def _objection(item: Seen, stream: Any, limit: int) -> Reason | None:
     """
     run, args = item.bound.run, _own(item)
     kept = []
-    with torch.cuda.stream(stream):
-        for _ in range(_RUNS):
-            before = torch.cuda.memory_allocated(stream.device)
-            try:
-                run(*args)  # the result is dropped, and its memory with it
-            except Exception as error:
-                if from_outside(error):
-                    raise
-                return reason("GRAPH_CAPTURE_FAILED", one_line(error, 300))
-            kept.append(torch.cuda.memory_allocated(stream.device) - before)
-    # The least of them: another thread may allocate during one run, hardly during each.
-    if min(kept) > limit:
-        return reason("GRAPH_MEMORY_GROWS", min(kept), limit)
     try:
+        with torch.cuda.stream(stream):
+            for _ in range(_RUNS):
+                before = torch.cuda.memory_allocated(stream.device)
+                run(*args)  # the result is dropped, and its memory with it
+                kept.append(torch.cuda.memory_allocated(stream.device) - before)
+        # The least of them: another thread may allocate during one run, hardly during each.
+        if min(kept) > limit:
+            return reason("GRAPH_MEMORY_GROWS", min(kept), limit)
         capture_on(stream, lambda: run(*args), torch.cuda.graph_pool_handle())
     except Exception as error:
         if from_outside(error):

@@ -12,6 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any, Final
@@ -30,13 +31,7 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.model.kv_cache import PagedBatch
 
 IDLE_S: Final = 20.0  # a compiler that nobody asks for so long is ended
-# Batches are sent as what they are made of.
-_BATCHES: Final[dict[type, tuple[str, ...]]] = {
-    PagedBatch: ("block_tables", "context_lens", "query_lens", "context_lens_host", "query_lens_host"),
-    GroupedBatch: (
-        "cu_seqlens_q", "cu_seqlens_k", "kv_lens", "cu_seqlens_q_host", "cu_seqlens_k_host", "kv_lens_host",
-    ),
-}  # fmt: skip
+_BATCHES: Final = (PagedBatch, GroupedBatch)  # sent as what they are made of: their fields without a default
 _NO_GPU: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 
 
@@ -59,13 +54,15 @@ def order_text(
 
 def _parts(item: Any) -> tuple[Any, ...]:
     """What a batch is made of; anything else is itself."""
-    names = _BATCHES.get(type(item))
-    return (item,) if names is None else tuple(getattr(item, name) for name in names)
+    if not isinstance(item, _BATCHES):
+        return (item,)
+    made_of = [field for field in fields(item) if field.init and field.default is field.default_factory is MISSING]
+    return tuple(getattr(item, field.name) for field in made_of)
 
 
 def _packed(item: Any) -> Any:
     packed = [pack(part, _described) for part in _parts(item)]
-    return {"batch": type(item).__name__, "parts": packed} if type(item) in _BATCHES else packed[0]
+    return {"batch": type(item).__name__, "parts": packed} if isinstance(item, _BATCHES) else packed[0]
 
 
 def _unpacked(data: Any, made: Callable[[Placed], Tensor]) -> Any:

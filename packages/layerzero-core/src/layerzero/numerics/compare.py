@@ -160,7 +160,10 @@ def compare(actual: Tensor, expected: Tensor, tol: Tolerance) -> ErrorReport:
     act = actual.detach().to(device=device)
     exp = expected.detach().to(device=device)
     a, e = act.to(torch.float64), exp.to(torch.float64)
-    gap = _difference(act, exp, a, e).abs()
+    if act.dtype.is_floating_point or exp.dtype.is_floating_point:
+        gap = (a - e).abs()
+    else:  # large integers differ in bits that float64 does not hold: subtract first, widen after
+        gap = (act.to(torch.int64) - exp.to(torch.int64)).to(torch.float64).abs()
     rel = gap / (e.abs() + _REL_EPS)
     share = _share(gap, rel, e, tol, actual.dtype)
     hits = share <= 1.0
@@ -229,15 +232,6 @@ def assert_close(
             raise AssertionError(f"{path}: dtype {report.dtype}, expected {report.expected_dtype}")
     elif actual != expected:
         raise AssertionError(f"{path}: {actual!r}, expected {expected!r}")
-
-
-def _difference(act: Tensor, exp: Tensor, a: Tensor, e: Tensor) -> Tensor:
-    import torch
-
-    if act.dtype.is_floating_point or exp.dtype.is_floating_point:
-        return a - e
-    # Large integers differ in bits that float64 does not hold: subtract first, widen after.
-    return (act.to(torch.int64) - exp.to(torch.int64)).to(torch.float64)
 
 
 def _share(gap: Tensor, rel: Tensor, expected: Tensor, tol: Tolerance, dtype: torch.dtype) -> Tensor:

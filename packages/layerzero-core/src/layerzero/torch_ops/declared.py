@@ -32,8 +32,7 @@ def opaque_of(op: Op) -> tuple[OpaqueOp, ...]:
     made = []
     for variant in variants(op):
         run, fake, plain = (_SPACE[f"{word}_{variant.name}"] for word in ("run", "fake", "plain"))
-        direct = {name for part in variant.parts.values() if len(part.places) == 1 for name in part.names}
-        names = [name for part in variant.parts.values() for name in part.names]
+        widths = [len(part.places) for part in variant.parts.values() for _ in part.places]
         made.append(
             OpaqueOp(
                 variant.name,
@@ -42,7 +41,7 @@ def opaque_of(op: Op) -> tuple[OpaqueOp, ...]:
                 fake,
                 plain if _derivable(op) else None,
                 autocast=op.autocast,
-                kept=frozenset(i for i, name in enumerate(names) if name not in direct),
+                kept=frozenset(i for i, width in enumerate(widths) if width > 1),
                 replay=variant.replay,
                 random=op.random is not None and not left_out(op),
                 call=importlib.import_module(op.lowering).CALL if op.lowering and variant.name == op.op_id else None,

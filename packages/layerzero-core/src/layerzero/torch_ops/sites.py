@@ -101,12 +101,8 @@ def _run(
     return out if out.stride() == site.strides else ordered(out, query)
 
 
-def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    """Like the query, as wide as the value: a graph folds leading axes before it calls."""
-    return ordered_empty(query, value.shape[-1])
-
-
-CALL = (_SIGNATURE, _run, _fake)
+# The result is like the query, as wide as the value: a graph folds leading axes before it calls.
+CALL = (_SIGNATURE, _run, lambda query, key, value, *rest: ordered_empty(query, value.shape[-1]))
 
 
 def _first(site: _Site, *tensors: Any) -> Tensor:

@@ -71,11 +71,8 @@ def _attention(ctx: Context, args: tuple[Any, ...], room: int) -> Iterator[Piece
         part = _mask_part(mask, ctx, (rows, cols), (first, last), keys, at[0], at[1])
         own = slopes
         if slopes is not None:
-            own = (
-                slopes[at[1].to(slopes.device)]
-                if slopes.ndim == 1
-                else slopes[at[0].to(slopes.device)][:, at[1].to(slopes.device)]
-            )
+            own = slopes if slopes.ndim == 1 else slopes[at[0].to(slopes.device)]
+            own = own[..., at[1].to(slopes.device)]
         sinks = [None if item is None else item[at[1].to(item.device)] for item in args[11:]]
         sub = (q, k, v, part, 0.0, aligned, args[6], window, args[8], own, args[10], *sinks)
 
