@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from layerzero import env
 from layerzero.distributed import Facts, judge
-from layerzero.telemetry.counting import Histogram
-from layerzero.telemetry.events import Event
+from layerzero.telemetry.events import Event, Histogram
 from layerzero.telemetry.logs import Redactor
 from layerzero.telemetry.metrics import Family, Sample, text
 from layerzero_tune.telemetry.chrome import chrome_trace

@@ -9,8 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import layerzero as lz
-from layerzero._ops.generated import public_form
-from layerzero._ops.signature import PUBLIC
+from layerzero._ops.signature import PUBLIC, public_form
 from layerzero.model.op import Op
 from layerzero.runtime.current import opaque_ops
 from layerzero.runtime.late_ops import LATE_OPS
