@@ -58,7 +58,7 @@ def flash_cpu(
     if scale is not None and scale <= 0.0:
         query, scale = upright(query, scale)
     out, lse = _flash_cpu(query, key, value, dropout_p, bool(is_causal), attn_mask=attn_mask, scale=scale)
-    if key.shape[-2] < _FORGETFUL and _may_hold_nan(query):
+    if key.shape[-2] < _FORGETFUL and _may_be_forgotten(lse):
         lost = query.isnan().any(dim=-1)
         out = out.masked_fill(lost.unsqueeze(-1), _NAN)
         lse = lse.masked_fill(lost, _NAN) if return_lse else lse
@@ -70,15 +70,15 @@ def flash_cpu(
     return out, lse
 
 
-def _may_hold_nan(query: Tensor) -> bool:
-    """Looked at where nothing follows the call: one sum takes less than what is done about a NaN."""
+def _may_be_forgotten(lse: Tensor) -> bool:
+    """Whether a row was taken for one that attends nothing: its log-sum-exp is 0. Looked at where nothing follows the
+    call: one short reduction takes less than what is done about a NaN."""
     if torch.compiler.is_compiling():
         return True
     followed = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
-    if followed or type(query) is not Tensor or torch._C._get_tracing_state():
+    if followed or type(lse) is not Tensor or torch._C._get_tracing_state():
         return True
-    total = query.detach().sum().item()
-    return total - total != 0  # so does infinity, which is none, and costs time alone
+    return int(torch.count_nonzero(lse)) < lse.numel()
 
 
 def flash_cuda(
