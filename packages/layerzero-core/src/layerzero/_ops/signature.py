@@ -23,7 +23,7 @@ from layerzero.dispatch.hot import aside, before_dispatch, generic_key, key_of, 
 from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError, UnknownNameError, invalid
 from layerzero.model.op import Op, OperationSpec
-from layerzero.numerics.tolerances import OP_TABLES
+from layerzero.op_tables import OP_TABLES
 from layerzero.runtime.current import builtin_ops, now, scope
 from layerzero.runtime.late_ops import LATE_OPS
 from layerzero.torch_ops import adopt

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from layerzero.op_tables import OP_TABLES
 
 if TYPE_CHECKING:
     import torch
-
-# Where the ops there are can be looked up from below them: tables by name, filled from above.
-OP_TABLES: list[Mapping[str, Any]] = []
 
 
 class HitMode(enum.StrEnum):

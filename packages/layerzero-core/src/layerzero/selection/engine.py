@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from layerzero.device.signature import environment_signature
 from layerzero.errors import (
@@ -22,7 +22,6 @@ from layerzero.errors import (
 from layerzero.model.context import Context
 from layerzero.model.decision import Bucket, Candidate, Decision, Expectation, Trace, Transform
 from layerzero.model.device import DeviceSpec
-from layerzero.model.dispatch_table import DispatchTable
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import OperationSpec
 from layerzero.model.situation import kind_of
@@ -33,6 +32,9 @@ from layerzero.selection.memory import estimate
 from layerzero.selection.score import UNMEASURED_STEP, Expected, by_expectation, measured_part, rank, score
 from layerzero.selection.transforms import ISOLATED
 from layerzero.selection.world import Proofs, World, bucketed
+
+if TYPE_CHECKING:
+    from layerzero.model.dispatch_table import DispatchTable
 
 # Fields of a Context that are values, not metadata: no key holds them, so no rule may look at them.
 VALUES = frozenset({"scale", "dropout_p", "notes"})
