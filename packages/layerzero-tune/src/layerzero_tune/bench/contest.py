@@ -226,9 +226,14 @@ def _scores(ctx: Context) -> int:
 
 # -- times ------------------------------------------------------------------------------------------
 def _timed(
-    calls: Mapping[str, Callable[[], Any]], entries: Mapping[str, Entry], place: str, mode: str, seconds: float,
-    least: int, spread: float = 0.0,
-) -> tuple[dict[str, Entry], float]:  # fmt: skip
+    calls: Mapping[str, Callable[[], Any]],
+    entries: Mapping[str, Entry],
+    place: str,
+    mode: str,
+    seconds: float,
+    least: int,
+    spread: float = 0.0,
+) -> tuple[dict[str, Entry], float]:
     clock, timed = clock_for(place) if mode == "eager" else _replayed, {}
     errors = {name: entries[name].error if name in entries else None for name in calls}
     able: dict[str, Callable[[], Any]] = {}
