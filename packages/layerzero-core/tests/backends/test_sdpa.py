@@ -322,3 +322,22 @@ def test_a_gradient_through_the_lse_goes_to_a_kernel_that_has_one():
         assert torch.equal(a, b)
     with torch.no_grad():
         assert lz.which("attention", q, k, v, return_lse=True) == "sdpa.attention.flash_cpu"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_whatever_stands_behind_the_end_of_a_sequence_is_not_seen(dtype, device):
+    """Rows of a latent cache that nobody has written hold NaN here, keys and values alike."""
+    torch.manual_seed(0)
+    q_nope, q_pe = (torch.randn(3, 4, size, dtype=dtype, device=device) for size in (32, 8))
+    latent, rotated = (torch.randn(6, 4, size, dtype=dtype, device=device) for size in (32, 8))
+    tables = torch.tensor([[4, 0], [2, 5], [1, 3]], dtype=torch.int32, device=device)
+    lengths = [1, 8, 6]
+    batch = lz.paged_batch(tables, torch.tensor(lengths, dtype=torch.int32, device=device), host_lens=lengths)
+    want = default.latent_pages(q_nope, q_pe, latent, rotated, batch, 0.2, False)
+    for row, length in enumerate(lengths):
+        for place in range(length, 8):
+            latent[tables[row, place // 4], place % 4] = torch.nan
+            rotated[tables[row, place // 4], place % 4] = torch.nan
+    batch = lz.paged_batch(tables, torch.tensor(lengths, dtype=torch.int32, device=device), host_lens=lengths)
+    assert torch.equal(default.latent_pages(q_nope, q_pe, latent, rotated, batch, 0.2, False), want)

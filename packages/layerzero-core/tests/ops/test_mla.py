@@ -94,8 +94,10 @@ def check(contexts, queries=None, scale=SCALE, **options):
     dtype = args[0].dtype
     assert out.dtype == dtype and out.shape == args[0].shape
     assert lse.dtype == torch.float32 and lse.shape == args[0].shape[:2]
-    assert torch.equal(out, run(*args, scale=scale))
+    alone = run(*args, scale=scale)
     assert_close(out.cpu(), want, tolerance("mla_paged_attention", dtype))
+    assert_close(alone.cpu(), want, tolerance("mla_paged_attention", dtype))
+    assert out.is_cuda or torch.equal(out, alone)  # on a GPU another kernel may serve the call without the LSE
     assert_close(lse.cpu(), want_lse, tolerance("mla_paged_attention", dtype))
 
 

@@ -410,3 +410,20 @@ def test_capture_and_replay_with_other_offsets(oracle, kernel, bounds):
         torch.cuda.synchronize()
         want, _ = oracle.packed(*qkv, lens, lens, causal="bottom_right")
         assert_close(out, want, tolerance("varlen_attention", torch.float16))
+
+
+@pytest.mark.parametrize("slopes", [False, True])
+@pytest.mark.parametrize("causal", [False, True, "bottom_right"])
+def test_tokens_behind_the_last_sequence_are_padding(causal, slopes):
+    """What a captured graph of a fixed size brings along: nobody sees it, and its own results are zeros."""
+    torch.manual_seed(0)
+    cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32) for ends in ((0, 3, 4), (0, 5, 11)))
+    query, key, value = (torch.randn(count, 2, 8) for count in (4, 11, 11))
+    alibi = torch.rand(2, 2) if slopes else None
+    rest = (None, None, causal, None, None, None, alibi, True)
+    want, want_lse = varlen_masked(query, key, value, cu_q, cu_k, *rest)
+    longer = [torch.cat((item, torch.full((5, 2, 8), 1e4))) for item in (query, key, value)]
+    out, lse = varlen_masked(*longer, cu_q, cu_k, *rest)
+    for found, right in ((out[:4], want), (lse[:4], want_lse)):
+        assert_close(found, right, tolerance("varlen_attention", torch.float32))
+    assert torch.count_nonzero(out[4:]) == 0 and torch.isneginf(lse[4:]).all()

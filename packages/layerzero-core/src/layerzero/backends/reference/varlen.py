@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from layerzero.backends.reference.attention import attention
 from layerzero.backends.reference.precision import compute_dtype
@@ -110,17 +111,19 @@ def varlen_masked(
 ) -> Attended:
     """The same as one attention over all tokens with a block-diagonal mask: no value is read by the host.
 
-    Right for any offsets, but its memory grows with the square of the tokens.
+    Right for any offsets, but its memory grows with the square of the tokens. Tokens behind the last sequence are
+    padding, as graphs of a fixed size have it: nobody sees those keys, and such queries give zeros.
     """
     _, _, is_causal, scale, window, softcap, alibi_slopes, return_lse, *sinks = rest
     seq_q, own_q = _places(cu_seqlens_q, query.shape[0])
     seq_k, own_k = _places(cu_seqlens_k, key.shape[0])
-    lengths = cu_seqlens_k.diff() - cu_seqlens_q.diff()
+    lengths = pad(cu_seqlens_k.diff() - cu_seqlens_q.diff(), (0, 1))
     ends = own_q + lengths[seq_q]  # positions aligned to the end of the keys
     starts = own_q if is_causal is True else ends
-    mask = keep = (seq_q.unsqueeze(-1) == seq_k) & inside(own_k - starts.unsqueeze(-1), is_causal, window)
+    together = (seq_q.unsqueeze(-1) == seq_k) & (seq_k < cu_seqlens_k.shape[0] - 1)
+    mask = keep = together & inside(own_k - starts.unsqueeze(-1), is_causal, window)
     if alibi_slopes is not None:
-        slopes = alibi_slopes[seq_q].t() if alibi_slopes.dim() == 2 else alibi_slopes.unsqueeze(-1)
+        slopes = pad(alibi_slopes, (0, 0, 0, 1))[seq_q].t() if alibi_slopes.dim() == 2 else alibi_slopes.unsqueeze(-1)
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         bias = -slopes.to(wide).unsqueeze(-1) * (own_k - ends.unsqueeze(-1)).abs()
         mask = bias.masked_fill(~keep, -torch.inf).unsqueeze(0)
@@ -130,7 +133,7 @@ def varlen_masked(
 
 
 def _places(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """For each token its sequence, and its position there."""
+    """For each token its sequence, and its position there; padding has the number after the last sequence."""
     index = torch.arange(tokens, device=offsets.device, dtype=offsets.dtype)
     sequence = torch.searchsorted(offsets[1:].contiguous(), index, right=True)
     return sequence, index - offsets[sequence]

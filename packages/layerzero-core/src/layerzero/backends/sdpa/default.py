@@ -143,8 +143,8 @@ class _Decode(NamedTuple):
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
         """Attention of [B, H, D] over gathered tokens."""
-        if self.used is not None:  # NaN too may stand behind an end, and 0 times NaN is NaN
-            values = torch.where(self.used.transpose(2, 3), values, 0.0)
+        if self.used is not None:  # NaN too may stand behind an end: 0 times NaN is NaN, and so is NaN minus infinity
+            keys, values = (torch.where(self.used.transpose(2, 3), item, 0.0) for item in (keys, values))
         if keys.shape[1] != query.shape[1] and query.dtype in (torch.float32, torch.float64):
             return group_attention(query.unsqueeze(2), keys, values, self.used, scale).squeeze(2)
         rest = (self.used, 0.0, False, scale, None, None, None, False)
