@@ -105,6 +105,23 @@ def test_what_cannot_be_meant_is_usage(args: tuple[str, ...], words: str) -> Non
     assert words in result.output
 
 
+@pytest.mark.parametrize("verb", [("prove",), ("check", "--kit")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("quack", "quack is a backend of the plugin flashattn, give that"),
+        ("flashatn", "did you mean flashattn?"),
+        ("nobody-has-this", "known here: "),
+    ],
+)
+def test_the_kit_is_run_on_a_plugin_that_there_is(
+    verb: tuple[str, ...], name: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAYERZERO_PLUGINS", "flashattn")
+    done = CliRunner().invoke(cli, ["plugin", *verb, name])
+    assert done.exit_code == 2 and f"no plugin is named {name!r}" in done.output and words in done.output, done.output
+
+
 def test_a_kernel_that_cannot_run_here_is_no_pass() -> None:
     result = run("--kernel", "sdpa.attention.flash", "--device", "cpu", "--json")
     data = json.loads(result.stdout)

@@ -89,6 +89,7 @@ def prove(name: str, family: str | None, dry_run: bool) -> Answer:
     Shipped in the wheel, it says that these very sources were right on this family of devices: its kernels then
     serve their first call unchecked. Exit code 1 when a test failed or nothing ran here.
     """
+    _must_be_plugin(name)
     options = ([] if family is None else ["--family", family]) + (["--dry-run"] if dry_run else [])
     found, _, code = _run_kit(name, *options)
     blocks: list[Block] = [Line(line, STYLES["fail"]) for line in (*found["failed"], *found.get("said", ()))]
@@ -113,6 +114,8 @@ def check(name: str, timeout: float | None, kit: bool) -> Answer:
     from layerzero.public.checks import doctor
     from layerzero_cli.checks import check_blocks
 
+    if kit:
+        _must_be_plugin(name)
     with working(f"probing {name} in a process of its own …"):
         report = doctor(name, timeout=timeout)
     blocks = check_blocks(report)
@@ -128,6 +131,20 @@ def check(name: str, timeout: float | None, kit: bool) -> Answer:
     ok = report.ok and passed
     told = {"ok": passed, "summary": summary, "failed": failed}
     return Answer({**data, "ok": ok, "kit": told}, blocks, OK if ok else PROBLEM)
+
+
+def _must_be_plugin(name: str) -> None:
+    """The kit runs on whole plugins, by entry point or module; a usage error names the one that brings a backend."""
+    from layerzero.errors import did_you_mean
+    from layerzero.public.checks import look
+
+    records = {record.name: record for record in look().records}
+    if name in records or "." in name or ":" in name:
+        return
+    owner = next((record.name for record in records.values() if name in record.backends), None)
+    near = did_you_mean(name, records, f"known here: {', '.join(sorted(records))}")
+    hint = f"{name} is a backend of the plugin {owner}, give that" if owner else near
+    raise click.UsageError(f"no plugin is named {name!r}; {hint}")
 
 
 def _run_kit(name: str, *options: str) -> tuple[dict[str, Any], list[str], int]:
