@@ -12,13 +12,15 @@ _SCALARS = frozenset({bool, int, float, str, type(None)})
 
 
 class Plain:
-    """A dataclass whose JSON form is its public fields by name, each as `plain` writes it."""
+    """A dataclass whose JSON form is its public fields by name but for `_unshown`, each as `plain` writes it."""
 
     __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
+    _unshown: ClassVar[tuple[str, ...]] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {name: plain(getattr(self, name)) for name in self.__dataclass_fields__ if name[0] != "_"}
+        names = (name for name in self.__dataclass_fields__ if name[0] != "_" and name not in self._unshown)
+        return {name: plain(getattr(self, name)) for name in names}
 
 
 def plain(value: Any) -> Any:

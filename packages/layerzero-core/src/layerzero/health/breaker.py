@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from layerzero.json_form import Plain
 from layerzero.model.config import BreakerSettings
@@ -51,6 +51,7 @@ class BreakerState(Plain):
     successes: int = 0
     opened_at: float | None = None
     last_error: str = ""
+    _unshown: ClassVar = ("opened_at",)  # a clock value, which means nothing outside the process
 
     @property
     def blocks(self) -> bool:
@@ -69,10 +70,7 @@ class BreakerState(Plain):
         return HealthStatus.DEGRADED if self.watched else HealthStatus.HEALTHY
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-compatible dict, without clock values, which mean nothing outside the process."""
-        found = Plain.to_json(self) | {"status": self.status.value}
-        del found["opened_at"]
-        return found
+        return Plain.to_json(self) | {"status": self.status.value}
 
 
 _FRESH = BreakerState()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, Final
@@ -289,17 +289,15 @@ class Policy:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible form for reports and `lz.get_config`."""
-        data = {
-            item.name: _canonical(getattr(self, item.name))
-            for item in fields(self)
-            if item.name not in ("rules", "levels", "locks", "boosts", "backend_isolation")
+        last = {
+            "locks": self.locks_by_op(),
+            "boosts": dict(self.boosts),
+            "backend_isolation": dict(self.backend_isolation),
+            "rules": [rule.to_json() for rule in self.rules],
+            "policy_hash": self.policy_hash,
         }
-        data["locks"] = self.locks_by_op()
-        data["boosts"] = dict(self.boosts)
-        data["backend_isolation"] = dict(self.backend_isolation)
-        data["rules"] = [rule.to_json() for rule in self.rules]
-        data["policy_hash"] = self.policy_hash
-        return data
+        names = (item.name for item in fields(self) if item.name not in last and item.name != "levels")
+        return {name: _canonical(getattr(self, name)) for name in names} | last
 
     def __hash__(self) -> int:
         return hash(self.policy_hash)
@@ -320,13 +318,12 @@ _PLAIN_BREAKER: Final = BreakerSettings()
 
 def _canonical(value: Any) -> Any:
     if isinstance(value, BreakerSettings):
-        found = {item.name: getattr(value, item.name) for item in fields(value)}
-        found["cooldown_s"] = float(value.cooldown_s)
         # Settings that came later are part of the hash only where they are used: older tables stay valid.
-        unused = [name for name in _LATER_OF_BREAKER if found[name] == getattr(_PLAIN_BREAKER, name)]
+        unused = [name for name in _LATER_OF_BREAKER if getattr(value, name) == getattr(_PLAIN_BREAKER, name)]
+        found = asdict(value) | {"cooldown_s": float(value.cooldown_s)}
         return {name: item for name, item in found.items() if name not in unused}
     if isinstance(value, CacheSettings):
-        return {"max_entries": value.max_entries, "ttl_s": None if value.ttl_s is None else float(value.ttl_s)}
+        return asdict(value) | {"ttl_s": None if value.ttl_s is None else float(value.ttl_s)}
     return plain(value)
 
 

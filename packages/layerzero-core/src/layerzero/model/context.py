@@ -72,6 +72,16 @@ class TokenizerIdentity(Plain):
             raise invalid("VOCAB_HASH_MISSING")
 
 
+class _Size:
+    """A named size of a context as its attribute."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, ctx: Context | None, owner: type) -> int | None:
+        return None if ctx is None else ctx.dim(self._name)
+
+
 @dataclass(frozen=True, slots=True)
 class Context(Plain):
     """One call, described. Build it with `Context.from_tensors` or through an op's `describe`."""
@@ -212,37 +222,17 @@ class Context(Plain):
         # "needs_window": whether the call asks for that feature, whatever its value; what a jit_key often turns on.
         return name.removeprefix("needs_") in self.needs if name.startswith("needs_") else None
 
-    @property
-    def batch(self) -> int | None:
-        return self.dim("batch")
-
-    @property
-    def seq_len_q(self) -> int | None:
-        return self.dim("seq_len_q")
-
-    @property
-    def seq_len_k(self) -> int | None:
-        return self.dim("seq_len_k")
-
-    @property
-    def num_heads(self) -> int | None:
-        return self.dim("num_heads")
-
-    @property
-    def num_kv_heads(self) -> int | None:
-        return self.dim("num_kv_heads")
-
-    @property
-    def head_dim(self) -> int | None:
-        return self.dim("head_dim")
+    batch = _Size()
+    seq_len_q = _Size()
+    seq_len_k = _Size()
+    num_heads = _Size()
+    num_kv_heads = _Size()
+    head_dim = _Size()
+    gqa_ratio = _Size()
 
     @property
     def enable_gqa(self) -> bool:
         return self.num_heads != self.num_kv_heads
-
-    @property
-    def gqa_ratio(self) -> int | None:
-        return self.dim("gqa_ratio")
 
     @property
     def stride_last_dim(self) -> int:

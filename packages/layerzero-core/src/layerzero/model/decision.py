@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, overload
+from functools import cached_property
+from typing import Any, ClassVar, Final, overload
 
 from layerzero.json_form import Plain
 from layerzero.model.context import Context
@@ -83,6 +84,7 @@ class Candidate(Plain):
     preferred: int = 0
     # What measurements of other machines say of it, where nothing was measured here.
     expected: Expectation | None = None
+    _unshown: ClassVar = ("preferred",)  # the order of the candidates says it
 
     @property
     def source(self) -> str:
@@ -108,15 +110,13 @@ class Candidate(Plain):
         return sum(step.cost_us for step in self.transforms)
 
     def to_json(self) -> dict[str, Any]:
-        found = Plain.to_json(self) | {
+        return Plain.to_json(self) | {
             "score": None if self.score is None else round(self.score, 4),
             "score_parts": {name: round(value, 4) for name, value in self.score_parts},
             "source": self.source,
             "transform_cost_us": round(self.transform_cost_us, 3),
             "memory": {"workspace": self.memory[0], "temporaries": self.memory[1], "total": sum(self.memory)},
         }
-        del found["preferred"]  # the order of the candidates says it
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,35 +134,31 @@ class Trace(Sequence[Candidate]):
     A decision needs the ranking at once but its words only when it is explained; both come from the same values.
     """
 
-    __slots__ = ("_found", "_write")
-
     def __init__(self, write: Callable[[], tuple[Candidate, ...]]) -> None:
         self._write = write
-        self._found: tuple[Candidate, ...] | None = None
 
+    @cached_property
     def _all(self) -> tuple[Candidate, ...]:
-        if self._found is None:
-            self._found = self._write()
-        return self._found
+        return self._write()
 
     def __len__(self) -> int:
-        return len(self._all())
+        return len(self._all)
 
     @overload
     def __getitem__(self, index: int) -> Candidate: ...
     @overload
     def __getitem__(self, index: slice) -> tuple[Candidate, ...]: ...
     def __getitem__(self, index: int | slice) -> Candidate | tuple[Candidate, ...]:
-        return self._all()[index]
+        return self._all[index]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
-        return hash(self._all())
+        return hash(self._all)
 
     def __repr__(self) -> str:
-        return repr(self._all())
+        return repr(self._all)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +186,7 @@ class Decision(Plain):
     shadow: tuple[str, ...] = ()
     # Set when nothing may run; `chosen` is then empty.
     refusal: Reason | None = None
+    _unshown: ClassVar = ("steps",)
 
     @property
     def winner(self) -> Candidate:
@@ -213,7 +210,6 @@ class Decision(Plain):
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible; the same shape as `lz.explain(...).to_json()` without `ran`."""
         found = Plain.to_json(self)
-        del found["steps"]
         longest = {name: found.pop(name) for name in ("candidates", "context")}  # last, for people
         ranked_by = self.winner.source if self.chosen else None
         cost = round(self.transform_cost_total, 3)

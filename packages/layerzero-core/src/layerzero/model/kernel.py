@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from layerzero.errors import ConfigurationError
 from layerzero.json_form import Plain
@@ -225,44 +225,40 @@ class KernelSpec(Plain):
                 found.append(reason("CPU_FEATURE_MISSING", missing, self.cpu_features))
         return found
 
-    def _dtypes(self, ctx: Context) -> list[Reason]:
-        found: list[Reason] = []
+    def _dtypes(self, ctx: Context) -> Iterator[Reason]:
         if ctx.dtype not in self.dtypes:
-            found.append(reason("DTYPE_UNSUPPORTED", ctx.dtype, self.dtypes))
+            yield reason("DTYPE_UNSUPPORTED", ctx.dtype, self.dtypes)
         if len(set(ctx.dtypes)) > 1 and not self.mixed_dtypes:
-            found.append(reason("DTYPE_MIXED", ctx.dtypes))
+            yield reason("DTYPE_MIXED", ctx.dtypes)
         if ctx.dtype == "bfloat16" and ctx.device.platform is Platform.CUDA and not ctx.device.supports_bf16:
-            found.append(reason("BF16_UNSUPPORTED", ctx.device.sm_version, 80))
+            yield reason("BF16_UNSUPPORTED", ctx.device.sm_version, 80)
         if ctx.dtype.startswith("float8") and ctx.device.platform is Platform.CUDA and not ctx.device.supports_fp8:
-            found.append(reason("FP8_UNSUPPORTED", ctx.device.sm_version, 89))
-        found += self._quantization(ctx)
+            yield reason("FP8_UNSUPPORTED", ctx.device.sm_version, 89)
+        yield from self._quantization(ctx)
         if ctx.granularity is not None and ctx.granularity not in self.granularities:
-            found.append(reason("QUANT_GRANULARITY_UNSUPPORTED", ctx.granularity, self.granularities or "none"))
+            yield reason("QUANT_GRANULARITY_UNSUPPORTED", ctx.granularity, self.granularities or "none")
         if ctx.index_dtype is not None and self.index_dtypes and ctx.index_dtype not in self.index_dtypes:
-            found.append(reason("BLOCK_TABLE_DTYPE", ctx.index_dtype, self.index_dtypes))
+            yield reason("BLOCK_TABLE_DTYPE", ctx.index_dtype, self.index_dtypes)
         if ctx.kv_cache_dtype not in (None, ctx.dtype) and "kv_" + str(ctx.kv_cache_dtype) not in self.features:
-            found.append(reason("KV_CACHE_DTYPE_MISMATCH", ctx.kv_cache_dtype, ctx.dtype))
-        return found
+            yield reason("KV_CACHE_DTYPE_MISMATCH", ctx.kv_cache_dtype, ctx.dtype)
 
-    def _quantization(self, ctx: Context) -> list[Reason]:
+    def _quantization(self, ctx: Context) -> Iterator[Reason]:
         """Format, the hardware it needs, and how a weight is packed."""
-        found: list[Reason] = []
         if ctx.quant_format is None:
             if self.quant_formats and "unquantized" not in self.features:
-                found.append(reason("QUANT_FORMAT_UNSUPPORTED", "none", self.quant_formats))
+                yield reason("QUANT_FORMAT_UNSUPPORTED", "none", self.quant_formats)
         elif ctx.quant_format not in self.quant_formats:
-            found.append(reason("QUANT_FORMAT_UNSUPPORTED", ctx.quant_format, self.quant_formats or "none"))
+            yield reason("QUANT_FORMAT_UNSUPPORTED", ctx.quant_format, self.quant_formats or "none")
         elif "quant_native" in self.features:
             from layerzero.model.quant import native_reason
 
             why = native_reason(ctx.quant_format, ctx.device)
-            found += [] if why is None else [why]
+            if why is not None:
+                yield why
         if self.weight_layout is not None and ctx.weight_layout != self.weight_layout:
-            found.append(reason("WEIGHT_NOT_PACKED", ctx.weight_layout or "plain", self.weight_layout))
-        return found
+            yield reason("WEIGHT_NOT_PACKED", ctx.weight_layout or "plain", self.weight_layout)
 
-    def _features(self, ctx: Context) -> list[Reason]:
-        found: list[Reason] = []
+    def _features(self, ctx: Context) -> Iterator[Reason]:
         for need in sorted(ctx.needs - self.features):
             if need in ("tp_invariant", "dropout_all"):
                 continue  # a field of its own, judged with the modes; a call that is the fallback's alone
@@ -286,10 +282,9 @@ class KernelSpec(Plain):
                 value = ctx.dim("mask_chunk")
             elif need == "autocast":
                 value = ctx.autocast
-            found.append(reason(code, value, limit))
+            yield reason(code, value, limit)
         if self.square and ctx.seq_relation != "equal":
-            found.append(reason("SEQ_LEN_MISMATCH", f"{ctx.seq_len_q} and {ctx.seq_len_k}", "equal lengths"))
-        return found
+            yield reason("SEQ_LEN_MISMATCH", f"{ctx.seq_len_q} and {ctx.seq_len_k}", "equal lengths")
 
     def _sizes(self, ctx: Context) -> list[Reason]:
         found: list[Reason] = []
@@ -306,38 +301,34 @@ class KernelSpec(Plain):
             found.extend(self.validate_launch_config(ctx.device, grid))
         return found
 
-    def _memory_order(self, ctx: Context) -> list[Reason]:
-        found: list[Reason] = []
+    def _memory_order(self, ctx: Context) -> Iterator[Reason]:
         if ctx.layout is not None and self.layouts and ctx.layout not in self.layouts:
-            found.append(reason("LAYOUT_UNSUPPORTED", ctx.layout, self.layouts))
+            yield reason("LAYOUT_UNSUPPORTED", ctx.layout, self.layouts)
         cache = ctx.kv_cache_layout
         if cache is not None and self.kv_cache_layouts and cache not in self.kv_cache_layouts:
-            found.append(reason("KV_CACHE_LAYOUT_MISMATCH", cache, self.kv_cache_layouts))
+            yield reason("KV_CACHE_LAYOUT_MISMATCH", cache, self.kv_cache_layouts)
         if self.stride_last_dim is not None and ctx.strides.last != self.stride_last_dim:
-            found.append(reason("STRIDE_LAST_DIM", ctx.strides.last, self.stride_last_dim))
+            yield reason("STRIDE_LAST_DIM", ctx.strides.last, self.stride_last_dim)
         # Contiguous in the kernel's own layout; a transposed view of the other one costs nothing.
         same = ctx.layout is None or not self.layouts or ctx.layout in self.layouts
         if self.contiguous and ctx.strides.order != ("given" if same else "swapped"):
-            found.append(reason("NOT_CONTIGUOUS", ctx.strides.order))
+            yield reason("NOT_CONTIGUOUS", ctx.strides.order)
         if self.aligned_strides and not ctx.strides.aligned:
-            found.append(reason("STRIDE_UNALIGNED", "given", 16))
-        return found
+            yield reason("STRIDE_UNALIGNED", "given", 16)
 
-    def _modes(self, ctx: Context) -> list[Reason]:
-        found: list[Reason] = []
+    def _modes(self, ctx: Context) -> Iterator[Reason]:
         if ctx.capturing and not self.graph_safe:
-            found.append(reason("CUDA_GRAPH_UNSAFE"))
-        found += [reason("SWITCHED_OFF", switch) for switch in sorted(self.guards & ctx.switched_off)]
-        found += [reason("VENDOR_REFUSED", name) for name in sorted(self.guards & ctx.vetoed)]
+            yield reason("CUDA_GRAPH_UNSAFE")
+        yield from (reason("SWITCHED_OFF", switch) for switch in sorted(self.guards & ctx.switched_off))
+        yield from (reason("VENDOR_REFUSED", name) for name in sorted(self.guards & ctx.vetoed))
         if self.pointer_alignment is not None and self.pointer_alignment > 1 and not ctx.aligned_pointers:
-            found.append(reason("POINTER_UNALIGNED", None, self.pointer_alignment))
+            yield reason("POINTER_UNALIGNED", None, self.pointer_alignment)
         if ctx.deterministic and not self.deterministic:
-            found.append(reason("NOT_DETERMINISTIC"))
+            yield reason("NOT_DETERMINISTIC")
         if ctx.batch_invariant and not self.batch_invariant:
-            found.append(reason("NOT_BATCH_INVARIANT"))
+            yield reason("NOT_BATCH_INVARIANT")
         if ctx.tp_size > 1 and "tp_invariant" in ctx.needs and not self.tp_invariant:
-            found.append(reason("TP_INVARIANCE_REQUIRED", ctx.tp_size))
-        return found
+            yield reason("TP_INVARIANCE_REQUIRED", ctx.tp_size)
 
     # -- launch and memory -----------------------------------------------------------------------
     def validate_launch_config(
@@ -381,10 +372,9 @@ class KernelSpec(Plain):
         limit = self._limit_map.get(name)
         if limit is not None and limit.multiple_of not in (None, 1):
             return True
-        if name in self.jit_key:  # one artifact per value: a bucket of them would hide those that are not compiled
-            return True
         formulas = self.grid_layout if isinstance(self.grid_layout, tuple) else ()
-        return any(name in formula.names() for formula in formulas)
+        # Of a `jit_key` there is one artifact per value: a bucket of them would hide those that are not compiled.
+        return name in self.jit_key or any(name in formula.names() for formula in formulas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,6 +402,7 @@ class BackendSpec(Plain):
     measurements: str = ""
     # The module of the vendor, which some adapters import only when they are called.
     vendor_module: str = ""
+    _unshown: ClassVar = ("generations",)
 
     def sees(self, device: DeviceSpec) -> DeviceSpec:
         """The device in the words of this backend's own generation map."""
@@ -428,8 +419,3 @@ class BackendSpec(Plain):
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigurationError("a backend needs a name", code="SCHEMA_FIELD_MISSING", value="name")
-
-    def to_json(self) -> dict[str, Any]:
-        found = Plain.to_json(self)
-        del found["generations"]
-        return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from layerzero.errors import invalid
@@ -38,6 +39,7 @@ def activation_scheme(fmt: QuantFormat | str) -> QuantScheme:
     return QuantScheme(known, "block" if traits.block_only else "channel")
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PackedWeight:
     """What `lz.pack_weight` gives and `lz.linear` takes as a weight.
 
@@ -45,6 +47,7 @@ class PackedWeight:
     layout    how the parts lie: the `weight_layout` of the kernels that take them; "plain" when nothing was packed
     parts     the packed tensors, unchecked; kernels read them through `ready`
     act       None, or "dynamic": each row of the activations is quantized too, to the weight's own format
+    repack    makes the parts anew
     packs     how often the parts were made
 
     A write in place to the source makes the parts stale. `ready` sees it by torch's own write counter, and refuses or
@@ -52,23 +55,17 @@ class PackedWeight:
     mode) are not seen; `tracked` tells.
     """
 
-    __slots__ = ("_counts", "_repack", "act", "layout", "packs", "parts", "source")
+    source: QuantizedTensor
+    layout: str = PLAIN
+    parts: tuple[Tensor, ...] = ()
+    act: str | None = None
+    repack: Packer | None = None
+    packs: int = field(init=False)
+    _counts: tuple[int, ...] | None = field(init=False)
 
-    def __init__(
-        self,
-        source: QuantizedTensor,
-        layout: str = PLAIN,
-        parts: tuple[Tensor, ...] = (),
-        act: str | None = None,
-        repack: Packer | None = None,
-    ) -> None:
-        self.source = source
-        self.layout = layout
-        self.parts = parts
-        self.act = act
-        self.packs = 1 if parts else 0
-        self._repack = repack
-        self._counts = write_counts(source.tensors())
+    def __post_init__(self) -> None:
+        self.packs = 1 if self.parts else 0
+        self._counts = write_counts(self.source.tensors())
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of a tensor begins to count its writes anew: whether the parts were stale is what goes along.
@@ -94,12 +91,12 @@ class PackedWeight:
     def ready(self) -> tuple[Tensor, ...]:
         """The parts, which are those of the source as it is now. Raises WEIGHT_PACK_STALE."""
         if self.stale:
-            if self._repack is None:
+            if self.repack is None:
                 now = write_counts(self.source.tensors()) or ()
                 times = sum(now) - sum(self._counts or ())
                 raise invalid(ReasonCode.WEIGHT_PACK_STALE, f"{times} times" if times > 1 else "once", self.layout)
             counts = write_counts(self.source.tensors())
-            self.parts, self._counts, self.packs = self._repack(self.source), counts, self.packs + 1
+            self.parts, self._counts, self.packs = self.repack(self.source), counts, self.packs + 1
         return self.parts
 
     def tensors(self) -> tuple[Tensor, ...]:

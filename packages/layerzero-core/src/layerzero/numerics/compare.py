@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from layerzero.json_form import Plain
 from layerzero.numerics.tolerances import HitMode, Tolerance
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class ErrorLocation:
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorReport:
+class ErrorReport(Plain):
     """What a comparison found. Metrics cover the elements that are finite on both sides.
 
     `used` is how much of its bounds the comparison used: 1.0 is all of it. `worst` are the five largest errors, `first`
@@ -60,6 +61,7 @@ class ErrorReport:
     inf_mismatches: int = 0
     worst: tuple[ErrorLocation, ...] = field(default=())
     first: ErrorLocation | None = None
+    _unshown: ClassVar = ("tolerance",)
 
     @property
     def shape_ok(self) -> bool:
@@ -102,20 +104,8 @@ class ErrorReport:
 
     def to_json(self) -> dict[str, Any]:
         """JSON-compatible; NaN and infinities are written as words."""
-        return {
-            "ok": self.ok,
-            "shape": list(self.shape),
-            "expected_shape": list(self.expected_shape),
-            "dtype": self.dtype,
-            "expected_dtype": self.expected_dtype,
-            "rtol": self.tolerance.rtol,
-            "atol": self.tolerance.atol,
-            **{name: _number(getattr(self, name)) for name in _NUMBERS},
-            "nan_mismatches": self.nan_mismatches,
-            "inf_mismatches": self.inf_mismatches,
-            "worst": [spot.to_json() for spot in self.worst],
-            "first": None if self.first is None else self.first.to_json(),
-        }
+        allowed = {"rtol": self.tolerance.rtol, "atol": self.tolerance.atol}
+        return Plain.to_json(self) | {name: _number(getattr(self, name)) for name in _NUMBERS} | allowed
 
     def __str__(self) -> str:
         if not self.shape_ok:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pluggy
 
@@ -56,11 +56,7 @@ class PluginRecord(Plain):
     ops: tuple[str, ...] = ()
     builtin: bool = False
     seconds: float = field(default=0.0, compare=False)
-
-    def to_json(self) -> dict[str, Any]:
-        found = Plain.to_json(self)
-        del found["seconds"]
-        return found
+    _unshown: ClassVar = ("seconds",)
 
 
 class Loaded(NamedTuple):
