@@ -60,7 +60,8 @@ def read(environ: Mapping[str, str] | None = None) -> Env:
         elif name in _SINGLE and (raw or name == "LAYERZERO_PLUGINS"):
             values[_SINGLE[name].attribute] = _parse(name, raw, _SINGLE[name])
         elif family is None and name not in _SINGLE:
-            unknown.append((name, _nearest(name)))
+            near = nearest(name.removeprefix(PREFIX), [known.removeprefix(PREFIX) for known in _SINGLE], 1)
+            unknown.append((name, PREFIX + near[0] if near else None))
     for family, found in named.items():
         values[_FAMILIES[family].key] = tuple(sorted(found.items()))
     return Env(**values, unknown=tuple(unknown))
@@ -79,8 +80,3 @@ def _parse(name: str, raw: str, setting: Setting) -> Any:
     except ValueError as expected:
         text = f"{name}={raw!r} is not understood, expected {expected}"
         raise ConfigurationError(text, value=f"{name}={raw}", limit=str(expected)) from None
-
-
-def _nearest(name: str) -> str | None:
-    near = nearest(name.removeprefix(PREFIX), [known.removeprefix(PREFIX) for known in _SINGLE], 1)
-    return PREFIX + near[0] if near else None

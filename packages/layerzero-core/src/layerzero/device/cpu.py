@@ -88,15 +88,11 @@ def cpu_spec(torch: Any, *, cpuinfo: str | None = None, machine: str | None = No
 
 
 def _features(torch: Any, cpuinfo: str) -> frozenset[str]:
-    get = getattr(getattr(torch, "cpu", None), "get_capabilities", None)
-    if get is not None:
-        try:
-            found = features_from_capabilities(get())
-        except Exception:  # a torch built without cpuinfo: the file still tells
-            found = frozenset()
-        if found:
-            return found
-    return features_from_cpuinfo(cpuinfo)
+    try:
+        found = features_from_capabilities(torch.cpu.get_capabilities())
+    except Exception:  # an older torch, or one built without cpuinfo: the file still tells
+        found = frozenset()
+    return found or features_from_cpuinfo(cpuinfo)
 
 
 def _identity(info: Mapping[str, str], machine: str) -> tuple[str, str]:

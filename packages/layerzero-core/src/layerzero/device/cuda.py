@@ -101,12 +101,9 @@ def _from_nvml() -> str | None:
 
 
 def _from_torch(torch: Any) -> str | None:
-    get = getattr(getattr(torch, "_C", None), "_cuda_getDriverVersion", None)
-    if get is None:
-        return None
     try:
-        number = int(get())
-    except Exception:  # no driver behind this torch
+        number = int(torch._C._cuda_getDriverVersion())
+    except Exception:  # no driver behind this torch, or one that does not tell
         return None
     return f"cuda {number // 1000}.{number % 1000 // 10}" if number else None
 

@@ -19,16 +19,14 @@ def free_bytes(device: torch_module.device | str | None = None, *, torch: Any = 
     kind, _, number = str("cpu" if device is None else device).partition(":")
     if kind == "cpu":
         return available_host_bytes()
-    module = getattr(torch, kind, None)
-    if module is None:
-        return None
     try:
+        module = getattr(torch, kind)
         if kind == "mps":
             return max(0, int(module.recommended_max_memory()) - int(module.driver_allocated_memory()))
         index = int(number) if number else int(module.current_device())
         free, _total = module.mem_get_info(index)
         return int(free) + max(0, int(module.memory_reserved(index)) - int(module.memory_allocated(index)))
-    except Exception:  # a lost device or an old vendor module: not knowing is the answer
+    except Exception:  # a lost device, an old vendor module or none: not knowing is the answer
         return None
 
 

@@ -91,21 +91,18 @@ def _resolve(device: Any, torch: Any) -> tuple[str, int]:
 
 def _count(torch: Any, kind: str) -> int:
     """How many devices of a kind are usable; a broken driver counts as none."""
-    module = getattr(torch, kind, None)
     try:
-        if module is None:
-            return 0
+        module = getattr(torch, kind)
         if kind == "mps":
             return 1 if torch.backends.mps.is_available() else 0
         return int(module.device_count()) if module.is_available() else 0
-    except Exception:  # whatever a vendor's driver raises, the CPU is still there
+    except Exception:  # no such module, or whatever a vendor's driver raises: the CPU is still there
         return 0
 
 
 def _current(torch: Any, kind: str) -> int:
-    get = getattr(getattr(torch, kind, None), "current_device", None)
     try:
-        return int(get()) if get is not None and kind not in ("cpu", "meta") else 0
+        return 0 if kind in ("cpu", "meta") else int(getattr(torch, kind).current_device())
     except Exception:  # no driver: `_resolve` says that the device is not here
         return 0
 
@@ -116,7 +113,10 @@ def _describe(torch: Any, kind: str, index: int, generations: GenerationMap) -> 
     if kind == "cuda":
         return gpu_spec(torch, index, generations=generations)
     real = kind != "meta"  # meta tensors hold nothing, so every dtype works and no kernel runs
-    properties = _properties(torch, kind, index)
+    try:
+        properties = getattr(torch, kind).get_device_properties(index)
+    except Exception:  # a name is worth having, but not worth failing for
+        properties = None
     return DeviceSpec(
         platform=_PLATFORMS.get(kind, Platform.OTHER),
         device_type=kind,
@@ -131,11 +131,3 @@ def _describe(torch: Any, kind: str, index: int, generations: GenerationMap) -> 
         supports_fp8=kind == "hpu" or not real,
         multiprocessors=int(getattr(properties, "gpu_subslice_count", 0)),
     )
-
-
-def _properties(torch: Any, kind: str, index: int) -> Any:
-    get = getattr(getattr(torch, kind, None), "get_device_properties", None)
-    try:
-        return get(index) if get is not None else None
-    except Exception:  # a name is worth having, but not worth failing for
-        return None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
-from layerzero.errors import InvalidInputError, invalid
+from layerzero.errors import invalid
 from layerzero.model.describe import check_devices
 from layerzero.reasons import ReasonCode
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _INDEX_DTYPES = ("torch.int32", "torch.int64")
+_invalid = partial(invalid, ReasonCode.BLOCK_TABLE_INVALID)
 
 
 class BatchPlan(Protocol):
@@ -231,10 +233,6 @@ def _check_lengths(
         # A sequence without any context is a padding row (a captured graph has a fixed batch): it yields zeros.
         if query > context > 0 and not cross:
             raise _invalid(f"row {row} with {query} query tokens", f"a context of {context}, new tokens included")
-
-
-def _invalid(value: str, limit: str) -> InvalidInputError:
-    return invalid(ReasonCode.BLOCK_TABLE_INVALID, value, limit)
 
 
 def pages_in_use(batch: PagedBatch, page_size: int) -> tuple[Tensor, PagedBatch]:

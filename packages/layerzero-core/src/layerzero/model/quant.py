@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from layerzero.errors import InvalidInputError, invalid
+from layerzero.errors import invalid
 from layerzero.model.enums import Platform, QuantFormat
 from layerzero.reasons import Reason, ReasonCode, reason
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from layerzero.model.device import DeviceSpec
 
 GRANULARITIES = ("tensor", "channel", "block")
+_scale_layout = partial(invalid, ReasonCode.QUANT_SCALE_LAYOUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +266,3 @@ def _check_dtype(name: str, tensor: Tensor, expected: str) -> None:
 def _check_scale_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != expected:
         raise _scale_layout(f"{name} {tuple(tensor.shape)}", f"shape {expected}")
-
-
-def _scale_layout(value: str, limit: str) -> InvalidInputError:
-    return invalid(ReasonCode.QUANT_SCALE_LAYOUT, value, limit)

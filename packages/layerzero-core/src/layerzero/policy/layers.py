@@ -69,21 +69,18 @@ class PolicyLayer:
         level: Level = Level.PROGRAMMATIC,
         *,
         source: str = "",
-        locks: Mapping[str, str | None] | None = None,
-        allow: str | Iterable[str] | None = None,
-        deny: str | Iterable[str] = (),
-        prefer: str | Iterable[str] = (),
-        avoid: str | Iterable[str] = (),
-        boosts: Mapping[str, float] | None = None,
         rules: Iterable[Rule | Mapping[str, Any]] = (),
         expires_at: float | None = None,
-        **settings: Any,
+        **said: Any,
     ) -> PolicyLayer:
         """A layer from plain Python values, checked.
 
-        Settings are named as in the file: `strict_mode=True`, `cache={"max_entries": 100}`, `isolation="subprocess"`.
+        Everything is named as in the file: `deny="sdpa"`, `locks={"attention": "sdpa.attention.flash"}`,
+        `strict_mode=True`, `cache={"max_entries": 100}`, `isolation="subprocess"`.
         """
-        for name, value in {**settings, "locks": locks or {}, "boosts": boosts or {}}.items():
+        lists = {name: said.pop(name) for name in ("allow", "deny", "prefer", "avoid") if name in said}
+        locks, boosts = said.pop("locks", None) or {}, said.pop("boosts", None) or {}
+        for name, value in {**said, "locks": locks, "boosts": boosts}.items():
             if name not in POLICY:
                 raise _wrong(source, (name,), f"expected a setting named {', '.join(POLICY)}, got {value!r}", value)
             for problem in POLICY[name][0].problems(value, (name,)):
@@ -91,14 +88,11 @@ class PolicyLayer:
         return cls(
             level=level,
             source=source,
-            locks=tuple((op, kernel or "") for op, kernel in (locks or {}).items()),
-            allow=None if allow is None else _patterns(source, "allow", allow),
-            deny=_patterns(source, "deny", deny),
-            prefer=_patterns(source, "prefer", prefer),
-            avoid=_patterns(source, "avoid", avoid),
-            boosts=tuple((pattern, float(points)) for pattern, points in (boosts or {}).items()),
+            locks=tuple((op, kernel or "") for op, kernel in locks.items()),
+            **{name: _patterns(source, name, given) for name, given in lists.items() if given is not None},
+            boosts=tuple((pattern, float(points)) for pattern, points in boosts.items()),
             rules=_rules(source, rules),
-            settings=FrozenMap(settings),
+            settings=FrozenMap(said),
             expires_at=expires_at,
         )
 

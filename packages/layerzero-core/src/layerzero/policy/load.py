@@ -108,7 +108,6 @@ def from_mapping(data: object, *, source: str = "configure") -> PolicyLayer:
 
 
 def _layer(parsed: Parsed, level: Level, trusted: bool) -> PolicyLayer:
-
     for mistake in _mistakes(parsed, trusted, None):  # the one that stands first in the file
         raise mistake
     said = FILE.spelled_out(parsed.data)
@@ -119,7 +118,6 @@ def _layer(parsed: Parsed, level: Level, trusted: bool) -> PolicyLayer:
 
 def _mistakes(parsed: Parsed, trusted: bool, known_fields: Collection[str] | None) -> Iterator[PolicyValidationError]:
     """What is wrong, in the order of the file; what widens trust and unknown context fields, once the rest is right."""
-
     for place, text in islice(texts_in(parsed.data), 2 * MAX_NODES):
         if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
             shown = ascii(text)[:60]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pkgutil import resolve_name
 from typing import NamedTuple
@@ -86,8 +86,7 @@ def examine(
             if world.enclosed and kernel.backend in world.enclosed:
                 transforms = (*transforms, passage(ctx))
             if bounded:
-                short = objection(kernel, ctx, transforms, world)
-                against += () if short is None else (short,)
+                against += objection(kernel, ctx, transforms, world)
             if trials and kernel.kernel_id != fallback_id:
                 against += _on_trial(kernel, ctx, world, locked)
             if shut and kernel.kernel_id != fallback_id and unproven(kernel, ctx, world):
@@ -111,27 +110,25 @@ def _fixed(ctx: Context, world: World) -> list[tuple[KernelSpec, list[Reason]]]:
             device = ctx.device if backend is None else backend.sees(ctx.device)
             if kernel.backend in world.enclosed:
                 kernel = apart(kernel)
-            found.append((kernel, _available(kernel, world) + kernel.check_device(device)))
+            found.append((kernel, [*_available(kernel, world), *kernel.check_device(device)]))
         world.memo[key] = found
     return found
 
 
 def _policy(
     kernel: KernelSpec, ctx: Context, world: World, verdict: Verdict, fallback_id: str, locked: str | None
-) -> list[Reason]:
-    found: list[Reason] = []
+) -> Iterator[Reason]:
     if verdict.denied_by is not None:
-        found.append(reason("POLICY_DENIED", verdict.denied_by))
+        yield reason("POLICY_DENIED", verdict.denied_by)
     # Of everything a policy says, only deny is stronger than the call's own wish.
     if not verdict.allowed and kernel.kernel_id != fallback_id and ctx.backend is None:
-        found.append(reason("POLICY_NOT_ALLOWED", kernel.kernel_id, verdict.allow_list))
+        yield reason("POLICY_NOT_ALLOWED", kernel.kernel_id, verdict.allow_list)
     if not world.policy.enabled and kernel.kernel_id != fallback_id:
-        found.append(reason("POLICY_DISABLED"))
+        yield reason("POLICY_DISABLED")
     if ctx.backend is not None and ctx.backend not in (kernel.backend, kernel.kernel_id):
-        found.append(reason("BACKEND_NOT_REQUESTED", kernel.backend, ctx.backend))
+        yield reason("BACKEND_NOT_REQUESTED", kernel.backend, ctx.backend)
     if locked is not None and locked != kernel.kernel_id and world.policy.on_fault != "fallback":
-        found.append(reason("POLICY_LOCKED_OUT", kernel.kernel_id, locked))
-    return found
+        yield reason("POLICY_LOCKED_OUT", kernel.kernel_id, locked)
 
 
 @lru_cache(maxsize=1024)
@@ -151,22 +148,20 @@ def _ask(path: str, ctx: Context) -> list[Reason]:
         return [reason("VENDOR_REFUSED", f"{path}: {type(error).__name__}: {error}")]
 
 
-def _available(kernel: KernelSpec, world: World) -> list[Reason]:
-    found: list[Reason] = []
+def _available(kernel: KernelSpec, world: World) -> Iterator[Reason]:
     own = world.enclosed.get(kernel.backend)
     backend = own or world.registry.backends.get(kernel.backend)
     if backend is not None and not backend.available:
-        found.extend(backend.reasons)
+        yield from backend.reasons
     failed = world.unbindable.get(kernel.kernel_id)
     # An import that failed in one process says nothing about the other.
     if failed is not None and (failed.code is ReasonCode.ISOLATION_IMPORT_FAILED) is (own is not None):
-        found.append(failed)
+        yield failed
     blocked = world.health.blocked_by(kernel.kernel_id, kernel.backend)
     if blocked is not None:
-        found.append(blocked)
+        yield blocked
     if world.ranks is not None and kernel.kernel_id in world.ranks.excluded:
-        found.append(world.ranks.excluded[kernel.kernel_id])
-    return found
+        yield world.ranks.excluded[kernel.kernel_id]
 
 
 def artifact_for(kernel: KernelSpec, ctx: Context, world: World) -> Artifact:

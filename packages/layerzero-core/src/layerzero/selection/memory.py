@@ -8,7 +8,8 @@ Free memory comes in with the World, by device; what the policy's `memory_headro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from layerzero.model.context import Context, element_bytes
@@ -55,18 +56,13 @@ def free_on(ctx: Context, world: World) -> int | None:
     return found.get(device_name(ctx)) if isinstance(found, Mapping) else found
 
 
-def objection(kernel: KernelSpec, ctx: Context, transforms: Iterable[Transform], world: World) -> Reason | None:
-    """MEMORY_HEADROOM_EXCEEDED with need and room, or None."""
-    free = free_on(ctx, world)
-    if free is None:
-        return None
-    limit = max(0, free - int((world.policy.memory_headroom_mb or 0) * _MIB))
-    found = estimate(kernel, ctx, transforms)
-    if found.total <= limit:
-        return None
-    if not found.temporaries:
-        return reason("MEMORY_HEADROOM_EXCEEDED", found.total, limit)
-    return reason("MEMORY_HEADROOM_EXCEEDED", found.total, limit, detail=f"{found.temporaries} of them to adapt inputs")
+def objection(kernel: KernelSpec, ctx: Context, transforms: Iterable[Transform], world: World) -> Iterator[Reason]:
+    """MEMORY_HEADROOM_EXCEEDED with need and room, where there is too little."""
+    free, found = free_on(ctx, world), estimate(kernel, ctx, transforms)
+    limit = math.inf if free is None else max(0, free - int((world.policy.memory_headroom_mb or 0) * _MIB))
+    if found.total > limit:
+        detail = f"{found.temporaries} of them to adapt inputs" if found.temporaries else ""
+        yield reason("MEMORY_HEADROOM_EXCEEDED", found.total, limit, detail=detail)
 
 
 def leaner(

@@ -61,8 +61,11 @@ def _layout(kernel: KernelSpec, ctx: Context) -> Transform | None:
     return Transform(f"layout:{ctx.layout}->{target}", 4 * _VIEW_US)
 
 
-def _contiguous(kernel: KernelSpec, ctx: Context) -> Transform:
-    return Transform("contiguous", copy_cost_us(ctx, elements(ctx), 3))
+def _copied(name: str) -> Callable[[KernelSpec, Context], Transform]:
+    return lambda kernel, ctx: Transform(name, copy_cost_us(ctx, elements(ctx), 3))
+
+
+_contiguous, _aligned = _copied("contiguous"), _copied("aligned_copy")
 
 
 def _restrided(kernel: KernelSpec, ctx: Context) -> Transform | None:
@@ -70,10 +73,6 @@ def _restrided(kernel: KernelSpec, ctx: Context) -> Transform | None:
     widths = [ctx.dim(name) for name in ("head_dim", "head_dim_v", "hidden", "k")]
     rows = [width * element_bytes(ctx.dtype) for width in widths if width is not None]
     return _contiguous(kernel, ctx) if rows and all(row % 16 == 0 for row in rows) else None
-
-
-def _aligned(kernel: KernelSpec, ctx: Context) -> Transform:
-    return Transform("aligned_copy", copy_cost_us(ctx, elements(ctx), 3))
 
 
 def _cast(kernel: KernelSpec, ctx: Context) -> Transform | None:
