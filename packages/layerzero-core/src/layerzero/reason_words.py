@@ -7,40 +7,12 @@ from __future__ import annotations
 
 import enum
 
-
-class ReasonCategory(enum.StrEnum):
-    """What part of the world a reason speaks about."""
-
-    HARDWARE = "hardware"
-    DTYPE = "dtype"
-    SHAPE = "shape"
-    HEAD_DIM = "head_dim"
-    GQA = "gqa"
-    MASK = "mask"
-    STRIDE = "stride"
-    FEATURE = "feature"
-    LAYOUT = "layout"
-    GRAPH = "graph"
-    DETERMINISM = "determinism"
-    DISTRIBUTED = "distributed"
-    MEMORY = "memory"
-    KV_CACHE = "kv_cache"
-    QUANT = "quant"
-    TOKENIZER = "tokenizer"
-    POLICY = "policy"
-    BACKEND = "backend"
-    PLUGIN = "plugin"
-    HEALTH = "health"
-    JIT = "jit"
-    PLAN = "plan"
-    SCHEMA = "schema"
-    CONFIG = "config"
-    CACHE = "cache"
-    INPUT = "input"
-    SELECTION = "selection"
-    HUB = "hub"
-
-
+# What part of the world a reason speaks about; the value is the name in lower case.
+ReasonCategory = enum.StrEnum(
+    "ReasonCategory",
+    "HARDWARE DTYPE SHAPE HEAD_DIM GQA MASK STRIDE FEATURE LAYOUT GRAPH DETERMINISM DISTRIBUTED MEMORY KV_CACHE QUANT "
+    "TOKENIZER POLICY BACKEND PLUGIN HEALTH JIT PLAN SCHEMA CONFIG CACHE INPUT SELECTION HUB",
+)
 _C = ReasonCategory
 
 

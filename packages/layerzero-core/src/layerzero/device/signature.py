@@ -11,6 +11,7 @@ import os
 import platform as host
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -65,15 +66,11 @@ def backend_versions(
     read: Callable[[str], str | None] = installed_version,
 ) -> tuple[tuple[str, str], ...]:
     """(name, version) of those distributions that are installed, sorted. Broken metadata counts as not installed."""
-    found: list[tuple[str, str]] = []
+    found: dict[str, str | None] = {}
     for name in distributions:
-        try:
-            version = read(name)
-        except Exception:  # metadata that some installer left half written
-            continue
-        if version:
-            found.append((name, version))
-    return tuple(sorted(found))
+        with suppress(Exception):  # metadata that some installer left half written
+            found[name] = read(name)
+    return tuple(sorted((name, version) for name, version in found.items() if version))
 
 
 def environment_signature(spec: DeviceSpec) -> str:

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -236,14 +237,13 @@ def gather(folder: Path, take: Any) -> int:
     return count
 
 
-def _read(path: Path, fault: Path) -> list[CrashMarker]:
+def _read(path: Path, fault: Path) -> Iterator[CrashMarker]:
     """What a file of crash markers says; slots that are no crash marker say nothing."""
     try:
         data = path.read_bytes()[:_SIZE]
     except OSError:
-        return []
+        return
     words = _fault_words(fault)
-    found = []
     for start in range(0, len(data), _SLOT):
         text = data[start : start + _SLOT].split(b"\0", 1)[0]
         if not text:
@@ -253,8 +253,7 @@ def _read(path: Path, fault: Path) -> list[CrashMarker]:
             kernel_id, version, signature, op = (str(said[name]) for name in _FIELDS)
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
-        found.append(CrashMarker(kernel_id, version, signature, op, words))
-    return found
+        yield CrashMarker(kernel_id, version, signature, op, words)
 
 
 def _fault_words(path: Path) -> str:

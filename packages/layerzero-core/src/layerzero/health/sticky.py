@@ -34,6 +34,7 @@ LOST: dict[int, tuple[str, ...]] = {
     709: ("context is destroyed", "context_is_destroyed", "contextisdestroyed"),
     999: ("cuda error: unknown error", "hip error: unknown error", "cuda_error_unknown", "cudaerrorunknown"),
 }
+_BY_NUMBER = dict.fromkeys(POISONED, ReasonCode.DEVICE_POISONED) | dict.fromkeys(LOST, ReasonCode.DEVICE_LOST)
 # Other runtimes have one word for all of it.
 _OTHER = ("device_lost", "device lost", "gpu is lost", "device removed", "gpu has fallen off the bus")
 _SPOKEN_BY = re.compile(r"cuda|hip|triton|cudnn|cublas|xpu|sycl|level.?zero|ur_result|pi_error|nvml|gpu", re.IGNORECASE)
@@ -46,12 +47,7 @@ def sticky(error: BaseException, device: str = "the device") -> Reason | None:
         if item is None or not isinstance(item, Exception):
             continue
         number = getattr(item, "error_code", None)  # torch.AcceleratorError carries CUDA's own
-        if isinstance(number, int) and not isinstance(number, bool):
-            if number in POISONED:
-                return _reason(ReasonCode.DEVICE_POISONED, item, device)
-            if number in LOST:
-                return _reason(ReasonCode.DEVICE_LOST, item, device)
-        found = _by_words(str(item))
+        found = (_BY_NUMBER.get(number) if isinstance(number, int) else None) or _by_words(str(item))
         if found is not None:
             return _reason(found, item, device)
     return None

@@ -24,7 +24,7 @@ class Cost(NamedTuple):
     flops: int
 
 
-class Roofline(NamedTuple):
+class Roofline:
     """The cost of an op as two formulas over its sizes.
 
     A word that `describe` may put among a call's needs is 1 where the call has it, else 0. Beside the sizes a formula
@@ -32,8 +32,10 @@ class Roofline(NamedTuple):
     and `keys_seen`: how many keys a query sees on average, behind a triangle and a window.
     """
 
-    moved: str
-    work: str
+    __slots__ = ("moved", "work")
+
+    def __init__(self, moved: str, work: str) -> None:
+        self.moved, self.work = moved, work
 
     def __call__(self, ctx: Context) -> Cost:
         def value(name: str) -> float:

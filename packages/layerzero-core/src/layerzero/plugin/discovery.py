@@ -54,20 +54,16 @@ def normalized(name: str) -> str:
 def discover(entry_points: Iterable[Any] | None = None) -> tuple[Found, ...]:
     """Every plugin that declares itself (among `entry_points`, where given), built-ins first, then by name."""
     declared = _declared() if entry_points is None else entry_points
-    found: list[Found] = []
-    seen: set[tuple[str, str, str]] = set()
+    found: dict[tuple[str, str, str], Found] = {}
     for entry in declared:
         if BUILTINS.get(entry.name) == entry.value:
             continue  # added below, without reading our own metadata (its parser takes 20 ms to import)
         dist_name, version = identity(getattr(entry, "dist", None))
-        key = (entry.name, entry.value, normalized(dist_name))
-        if key in seen:  # one distribution seen through two path entries
-            continue
-        seen.add(key)
-        found.append(Found(entry.name, entry, dist_name, version))
+        key = (entry.name, entry.value, normalized(dist_name))  # one distribution may be seen through two path entries
+        found.setdefault(key, Found(entry.name, entry, dist_name, version))
     own = {name: importlib_metadata.EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in BUILTINS.items()}
     builtin = (Found(name, entry, CORE_DIST, __version__, builtin=True) for name, entry in own.items())
-    return (*builtin, *sorted(found, key=lambda item: (item.name, item.dist)))
+    return (*builtin, *sorted(found.values(), key=lambda item: (item.name, item.dist)))
 
 
 def _declared() -> Iterator[Any]:

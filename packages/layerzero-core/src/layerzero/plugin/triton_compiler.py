@@ -15,6 +15,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,26 +47,15 @@ def target_of(device: DeviceSpec) -> GPUTarget:
     return GPUTarget("cuda", device.sm_version, 32)
 
 
-class _NoDriver:
+def _no_driver(target: GPUTarget) -> SimpleNamespace:
     """A driver that knows its target and has no device."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self._target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def set_current_device(self, device: int) -> None:
-        return None
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("meta")
+    return SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        set_current_device=lambda device: None,
+        get_current_stream=lambda device: 0,
+        get_active_torch_device=lambda: torch.device("meta"),
+    )
 
 
 class _NotLoaded:
@@ -117,7 +107,7 @@ def _absent(device: DeviceSpec) -> Iterator[list[Any]]:
             raise NeedsDevice(f"{self.base_fn.__name__} is autotuned over {len(self.configs)} configurations")
         return tuned(self, *args, **words)
 
-    driver.set_active(_NoDriver(target_of(device)))
+    driver.set_active(_no_driver(target_of(device)))
     JITFunction.run, Autotuner.run = compile_only, refuse
     try:
         yield kernels

@@ -9,7 +9,7 @@ statement about a kernel decides. Boosts: the strongest value of each pattern co
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -91,7 +91,7 @@ class PolicyLayer:
             locks=tuple((op, kernel or "") for op, kernel in locks.items()),
             **{name: _patterns(source, name, given) for name, given in lists.items() if given is not None},
             boosts=tuple((pattern, float(points)) for pattern, points in boosts.items()),
-            rules=_rules(source, rules),
+            rules=tuple(_rules(source, rules)),
             settings=FrozenMap(said),
             expires_at=expires_at,
         )
@@ -104,22 +104,20 @@ class PolicyLayer:
         return self.expires_at is not None and now >= self.expires_at
 
 
-def _rules(source: str, given: Any) -> tuple[Rule, ...]:
+def _rules(source: str, given: Any) -> Iterator[Rule]:
     """Rules as values; those in the form of the file are read as the file would be."""
     if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
         raise _wrong(source, ("rules",), f"expected a list of rules, got {given!r}", given, "a list of rules")
-    found: list[Rule] = []
     for index, item in enumerate(given):
         if isinstance(item, Rule):
-            found.append(item)
+            yield item
         elif isinstance(item, Mapping):
             from layerzero.policy.load import from_mapping  # that module stands on this one
 
-            found.extend(from_mapping({"rules": [dict(item)]}, source=source).rules)
+            yield from from_mapping({"rules": [dict(item)]}, source=source).rules
         else:
             expected = "a rule: match and allow, deny, prefer, avoid, boosts or lock"
             raise _wrong(source, ("rules", index), f"expected {expected}, got {item!r}", item, expected)
-    return tuple(found)
 
 
 def _patterns(source: str, name: str, given: str | Iterable[str]) -> tuple[str, ...]:

@@ -117,11 +117,10 @@ class SelectionCache(Generic[K, V]):
         self._epoch = 0
         self._uses = _Ticker()  # one tick per hit and per store: orders the entries by recency
         self._misses = _Ticker()
-        self._size = 0
         self._counts = dict.fromkeys(
-            ("stores", "computes", "waits", "discarded", "evictions", "expirations", "invalidations"), 0
+            ("entries", "stores", "computes", "waits", "discarded", "evictions", "expirations", "invalidations"), 0
         )
-        self._book = threading.Lock()  # guards _size, _counts and _epoch; held for a few instructions
+        self._book = threading.Lock()  # guards _counts and _epoch; held for a few instructions
         self._evicting = threading.Lock()
 
     # -- reading
@@ -147,7 +146,7 @@ class SelectionCache(Generic[K, V]):
 
     def __len__(self) -> int:
         """Stored slots, those invalidated or expired but not yet dropped included."""
-        return self._size
+        return self._counts["entries"]
 
     # -- writing
 
@@ -235,7 +234,7 @@ class SelectionCache(Generic[K, V]):
             shard.flights.pop(key, None)
             entry = shard.entries.pop(key, None)
             if entry is not None:
-                self._resize(-1)
+                self._count("entries", -1)
         self._count("invalidations")
         return entry is not None
 
@@ -246,16 +245,15 @@ class SelectionCache(Generic[K, V]):
     def stats(self) -> CacheStats:
         with self._book:
             counts = dict(self._counts)
-            entries = self._size
             hits, misses = self._uses.read() - counts.pop("stores"), self._misses.read()
-        return CacheStats(entries=entries, max_entries=self.max_entries, hits=hits, misses=misses, **counts)
+        return CacheStats(max_entries=self.max_entries, hits=hits, misses=misses, **counts)
 
     def reinit_after_fork(self) -> None:
         """Make the cache usable in a forked child: new locks, and no computations of threads that are not there."""
         self._book, self._evicting = threading.Lock(), threading.Lock()
         for shard in self._shards:
             shard.lock, shard.flights = threading.Lock(), {}
-        self._size = sum(len(shard.entries) for shard in self._shards)
+        self._counts["entries"] = sum(len(shard.entries) for shard in self._shards)
 
     # -- inside
 
@@ -276,7 +274,7 @@ class SelectionCache(Generic[K, V]):
         old = shard.entries.pop(key, None)  # popped, so that dict order stays the order of expiry
         shard.entries[key] = _Entry(value, *stamp, expires_at, used)
         if old is None:
-            self._resize(1)
+            self._count("entries")
         return True
 
     def _drop_dead(self, shard: _Shard[K, V]) -> None:
@@ -284,7 +282,7 @@ class SelectionCache(Generic[K, V]):
         now = (self._epoch, shard.version)
         if shard.stored_under != now:
             gone, shard.entries, shard.stored_under = len(shard.entries), {}, now
-            self._resize(-gone)
+            self._count("entries", -gone)
         elif self.ttl_s is not None:
             moment = self._clock()
             late = []
@@ -295,14 +293,14 @@ class SelectionCache(Generic[K, V]):
             for key in late:
                 del shard.entries[key]
             if late:
-                self._resize(-len(late))
+                self._count("entries", -len(late))
                 self._count("expirations", len(late))
 
     def _evict(self) -> None:
         """Bring the size back to `max_entries`: first what is dead, then what was used longest ago."""
-        while self._size > self.max_entries:
+        while len(self) > self.max_entries:
             with self._evicting:
-                if self._size <= self.max_entries:
+                if len(self) <= self.max_entries:
                     return
                 found: list[tuple[int, _Shard[K, V], K]] = []
                 for shard in self._shards:
@@ -318,12 +316,8 @@ class SelectionCache(Generic[K, V]):
                         entry = shard.entries.get(key)
                         if entry is not None and entry.used == used:  # used since: no longer the oldest
                             del shard.entries[key]
-                            self._resize(-1)
+                            self._count("entries", -1)
                             self._count("evictions")
-
-    def _resize(self, by: int) -> None:
-        with self._book:
-            self._size += by
 
     def _count(self, name: str, by: int = 1) -> None:
         with self._book:

@@ -52,18 +52,16 @@ def select(ctx: Context, world: World) -> Decision:
         raise UnknownNameError(code="OP_UNKNOWN", value=ctx.op, limit=", ".join(sorted(world.ops)))
     canonical, buckets = bucketed(world, ctx, spec.growing)
     judged = judge(world.policy, ctx.op, lambda name: None if name in VALUES else canonical.get(name))
-    locked, fallback_id = _lock(judged.locked_to, canonical, world), spec.fallback_id
-    standing = examine(canonical, world, judged, fallback_id, locked)
-    if world.measurements.refused is not None:
-        standing = _without_refused(standing, canonical, world, fallback_id)
+    locked = _lock(judged.locked_to, canonical, world)
+    standing = _without_refused(examine(canonical, world, judged, locked), canonical, world)
     told, doubts = _expected(standing, canonical, world, buckets)
-    ranked = _ranked(standing, canonical, world, fallback_id, locked, told)
+    ranked = _ranked(standing, canonical, world, locked, told)
     chosen = ranked[0].kernel_id if ranked else ""
     refusal: Reason | None = None
     notes: tuple[Reason, ...] = (*ctx.notes, *world.measurements.notes(canonical), *doubts)
     if not chosen:
         refusal = _refusal(canonical, locked, standing)
-    is_fallback = chosen == fallback_id and len(ranked) == 1 and len(standing) > 1 and not is_empty(canonical)
+    is_fallback = chosen == spec.fallback_id and len(ranked) == 1 and len(standing) > 1 and not is_empty(canonical)
     if is_fallback:
         notes = (*notes, reason("FALLBACK_USED"))
     winner = world.registry.kernels.get(chosen)
@@ -83,10 +81,8 @@ def select(ctx: Context, world: World) -> Decision:
         policy_hash=world.policy.policy_hash,
         buckets=buckets,
         refusal=refusal,
-        pending=_pending(ranked, standing, canonical, world, fallback_id, locked, told, _NOT_READY),
-        shadow=_pending(ranked, standing, canonical, world, fallback_id, locked, told, _SHADOW)
-        if world.policy.setting("canary.kernels")
-        else (),
+        pending=_pending(ranked, standing, canonical, world, locked, told, _NOT_READY),
+        shadow=_pending(ranked, standing, canonical, world, locked, told, _SHADOW),
     )
 
 
@@ -100,15 +96,15 @@ def _lock(locked: str | None, ctx: Context, world: World) -> str | None:
     return locked if kernel is not None and kernel.backend == ctx.backend else None
 
 
-def _without_refused(standing: list[Filtered], ctx: Context, world: World, fallback_id: str) -> list[Filtered]:
+def _without_refused(standing: list[Filtered], ctx: Context, world: World) -> list[Filtered]:
     """Kernels that were wrong for such a call when tuned are rejected; the reference is what they differ from."""
-    refused = world.measurements.refused
-    assert refused is not None
-    found = []
-    for item in standing:
-        why = None if item.reasons or item.kernel.kernel_id == fallback_id else refused(item.kernel.kernel_id, ctx)
-        found.append(item if why is None else item._replace(reasons=(why,)))
-    return found
+    refused, fallback_id = world.measurements.refused, world.ops[ctx.op].fallback_id
+    if refused is None:
+        return standing
+    for place, item in enumerate(standing):
+        if not item.reasons and item.kernel.kernel_id != fallback_id and (why := refused(item.kernel.kernel_id, ctx)):
+            standing[place] = item._replace(reasons=(why,))
+    return standing
 
 
 class _Ranked(NamedTuple):
@@ -138,17 +134,12 @@ def _expected(
 
 
 def _ranked(
-    standing: list[Filtered],
-    ctx: Context,
-    world: World,
-    fallback_id: str,
-    locked: str | None,
-    told: Mapping[str, Expectation],
+    standing: list[Filtered], ctx: Context, world: World, locked: str | None, told: Mapping[str, Expectation]
 ) -> list[_Ranked]:
     """Accepted kernels, best first."""
     fitting = [item for item in standing if not item.reasons]
     if not world.policy.fallback_enabled and not is_empty(ctx):
-        fitting = [item for item in fitting if item.kernel.kernel_id != fallback_id]
+        fitting = [item for item in fitting if item.kernel.kernel_id != world.ops[ctx.op].fallback_id]
     lookup, noise, fixed = world.measurements.lookup, world.measurements.noise, ctx.batch_invariant
     # Another kernel for another size would give a row other bits: then priorities alone decide, whatever is faster.
     times = [None if fixed else lookup(item.kernel.kernel_id, ctx) for item in fitting]
@@ -200,7 +191,6 @@ def _pending(
     standing: list[Filtered],
     ctx: Context,
     world: World,
-    fallback_id: str,
     locked: str | None,
     told: Mapping[str, Expectation],
     lacking: frozenset[ReasonCode],
@@ -221,7 +211,7 @@ def _pending(
         return ()
     # Behind a lock only the locked kernel counts: the others carry POLICY_LOCKED_OUT as well.
     if_ready = [item._replace(reasons=()) if item.kernel.kernel_id in waiting else item for item in standing]
-    order = [item.kernel_id for item in _ranked(if_ready, ctx, world, fallback_id, locked, told)]
+    order = [item.kernel_id for item in _ranked(if_ready, ctx, world, locked, told)]
     before = order[: order.index(ranked[0].kernel_id)] if ranked else order
     return tuple(kernel_id for kernel_id in before if kernel_id in waiting)
 
@@ -350,7 +340,7 @@ def follow(spec: OperationSpec, ctx: Context, world: World) -> Decision | Reason
     if entry is None:
         return reason("PLAN_BUCKET_MISS", ", ".join(f"{name}={size}" for name, size in ctx.dims))
     judged = judge(world.policy, ctx.op, lambda name: None if name in VALUES else canonical.get(name))
-    standing = examine(canonical, world, judged, spec.fallback_id, None, only=entry.kernel_id)
+    standing = examine(canonical, world, judged, None, only=entry.kernel_id)
     if not standing or standing[0].reasons:
         why = standing[0].reasons[0] if standing else reason("KERNEL_UNKNOWN", entry.kernel_id, "")
         return reason("PLAN_KERNEL_REFUSED", entry.kernel_id, detail=str(why))

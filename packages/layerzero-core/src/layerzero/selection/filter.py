@@ -42,16 +42,14 @@ _COUNTS = frozenset({"batch", "seq_len_q", "rows", "tokens"})
 _ATTENTION = _COUNTS | {"num_heads", "num_kv_heads", "seq_len_k", "head_dim", "head_dim_v"}
 
 
-def examine(
-    ctx: Context, world: World, judged: Judge, fallback_id: str, locked: str | None, only: str | None = None
-) -> list[Filtered]:
+def examine(ctx: Context, world: World, judged: Judge, locked: str | None, only: str | None = None) -> list[Filtered]:
     """Collect what speaks against each kernel of an op: policy, availability, health, declared limits, memory.
 
     `locked` is the kernel a lock names, None where the call's own `backend=` is stronger. An empty call is the
     fallback's alone, whatever is locked or asked for: no vendor kernel need know what to do with it. `only` examines
     one kernel.
     """
-    policy = world.policy
+    policy, fallback_id = world.policy, world.ops[ctx.op].fallback_id
     empty = is_empty(ctx)
     careful = policy.strict_mode or not policy.allow_adaptation
     graphs = policy.graph_strict_mode and (ctx.capturing or "graph" in ctx.needs)
