@@ -70,7 +70,11 @@ def cpu_spec(torch: Any, *, cpuinfo: str | None = None, machine: str | None = No
     """Describe the CPU. `cpuinfo` (the text) and `machine` are read from the host unless given."""
     text = text_of(_CPUINFO) if cpuinfo is None else cpuinfo
     machine = machine or host.machine()
-    features = _features(torch, text)
+    try:
+        features = features_from_capabilities(torch.cpu.get_capabilities())
+    except Exception:  # an older torch, or one built without cpuinfo: the file still tells
+        features = frozenset()
+    features = features or features_from_cpuinfo(text)
     name, vendor = _identity(read_cpuinfo(text), machine)
     return DeviceSpec(
         platform=Platform.CPU,
@@ -85,14 +89,6 @@ def cpu_spec(torch: Any, *, cpuinfo: str | None = None, machine: str | None = No
         supports_fp16=True,
         multiprocessors=os.cpu_count() or 1,
     )
-
-
-def _features(torch: Any, cpuinfo: str) -> frozenset[str]:
-    try:
-        found = features_from_capabilities(torch.cpu.get_capabilities())
-    except Exception:  # an older torch, or one built without cpuinfo: the file still tells
-        found = frozenset()
-    return found or features_from_cpuinfo(cpuinfo)
 
 
 def _identity(info: Mapping[str, str], machine: str) -> tuple[str, str]:

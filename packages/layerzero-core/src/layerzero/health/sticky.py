@@ -49,7 +49,9 @@ def sticky(error: BaseException, device: str = "the device") -> Reason | None:
         number = getattr(item, "error_code", None)  # torch.AcceleratorError carries CUDA's own
         found = (_BY_NUMBER.get(number) if isinstance(number, int) else None) or _by_words(str(item))
         if found is not None:
-            return _reason(found, item, device)
+            words = f"{type(item).__name__}: {' '.join(str(item).split())}"[:_MOST]
+            poisoned = found is ReasonCode.DEVICE_POISONED
+            return reason(found, words, device) if poisoned else reason(found, device, detail=words)
     return None
 
 
@@ -62,10 +64,3 @@ def _by_words(text: str) -> ReasonCode | None:
     if any(word in low for word in (*_OTHER, *(word for words in LOST.values() for word in words))):
         return ReasonCode.DEVICE_LOST
     return None
-
-
-def _reason(code: ReasonCode, error: Exception, device: str) -> Reason:
-    words = f"{type(error).__name__}: {' '.join(str(error).split())}"[:_MOST]
-    if code is ReasonCode.DEVICE_LOST:
-        return reason(code, device, detail=words)
-    return reason(code, words, device)

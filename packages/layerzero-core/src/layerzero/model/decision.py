@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar, Final, overload
 
 from layerzero.json_form import Plain
@@ -134,31 +133,35 @@ class Trace(Sequence[Candidate]):
     A decision needs the ranking at once but its words only when it is explained; both come from the same values.
     """
 
+    __slots__ = ("_found", "_write")
+
     def __init__(self, write: Callable[[], tuple[Candidate, ...]]) -> None:
         self._write = write
+        self._found: tuple[Candidate, ...] | None = None
 
-    @cached_property
     def _all(self) -> tuple[Candidate, ...]:
-        return self._write()
+        if self._found is None:
+            self._found = self._write()
+        return self._found
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self._all())
 
     @overload
     def __getitem__(self, index: int) -> Candidate: ...
     @overload
     def __getitem__(self, index: slice) -> tuple[Candidate, ...]: ...
     def __getitem__(self, index: int | slice) -> Candidate | tuple[Candidate, ...]:
-        return self._all[index]
+        return self._all()[index]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
-        return hash(self._all)
+        return hash(self._all())
 
     def __repr__(self) -> str:
-        return repr(self._all)
+        return repr(self._all())
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,20 +75,15 @@ def _run(backend: str, command: list[str], timeout: float, env: Mapping[str, str
         except subprocess.TimeoutExpired:
             return _bad(backend, reason("BACKEND_PROBE_TIMEOUT", backend, timeout))
         finally:
-            _end(child)
+            if child.poll() is None:  # it and what it started: its own session
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
         out.seek(0)
         err.seek(0, os.SEEK_END)
         err.seek(max(0, err.tell() - _MAX_ERROR))
         tail = err.read().decode(errors="replace").strip().splitlines()
         return _parse(backend, code, out.read(_MAX_ANSWER + 1), tail[-1] if tail else "")
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the child and what it started (its own session), and collect it."""
-    if child.poll() is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
 
 
 def _parse(backend: str, code: int, data: bytes, last_line: str) -> ProbeResult:
