@@ -99,17 +99,14 @@ class Quarantine:
 
     def remove(self, kernel_id: str, version: str | None = None, device_signature: str | None = None) -> int:
         """Lift the quarantine of a kernel (of one version or device, when given); returns how many entries went."""
+        wanted = (kernel_id, version, device_signature)
 
-        def goes(entry: QuarantineEntry) -> bool:
-            return (
-                entry.kernel_id == kernel_id
-                and version in (None, entry.version)
-                and device_signature in (None, entry.device_signature)
-            )
+        def goes(key: _Key) -> bool:
+            return all(given in (None, own) for given, own in zip(wanted, key, strict=True))
 
         with locked(self._lock):
             before, suspects = self._read()
-            after = {key: entry for key, entry in before.items() if not goes(entry)}
+            after = {key: entry for key, entry in before.items() if not goes(key)}
             kept = {key: times for key, times in suspects.items() if key[0] != kernel_id}
             if len(after) != len(before) or len(kept) != len(suspects):
                 self._write(after, kept)

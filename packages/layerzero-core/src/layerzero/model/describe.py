@@ -389,9 +389,7 @@ def attention_context(
     check_dropout(dropout_p)
     check_softcap(softcap)
     check_per_head(alibi_slopes, sinks, dims["num_heads"], dims["batch"])
-    grad = bool(requires_grad)
-    if requires_grad is None:
-        grad = any(t.requires_grad for t in (query, key, value))
+    grad = any(t.requires_grad for t in (query, key, value)) if requires_grad is None else bool(requires_grad)
     gqa = dims["num_heads"] != dims["num_kv_heads"]
     needs = {
         **attention_needs(grad, gqa, causal, sides, softcap, alibi_slopes, sinks, return_lse),
