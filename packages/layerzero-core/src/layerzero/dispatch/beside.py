@@ -26,20 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.dispatch import compiling as jit
 from layerzero.dispatch.adapt import adapt
 from layerzero.dispatch.bind import own_layout, resolve
-from layerzero.dispatch.compiling import (
-    Made,
-    blocking,
-    compile_now,
-    likeness,
-    made,
-    not_ready,
-    one_compiler,
-    put_failure,
-    queue,
-    short_turns,
-)
+from layerzero.dispatch.compiling import Made
 from layerzero.errors import BackendNotAvailableError
 from layerzero.isolation.compilers import IDLE_S, compilers, order_text
 from layerzero.isolation.wire import ChildError, ChildOutOfMemory, IsolationFault, Unsendable
@@ -82,15 +72,15 @@ def compile_beside(spec: OperationSpec, ctx: Context, decision: Decision, world:
     kernel = world.registry.kernels[kernel_id]
     artifact = artifact_for(kernel, ctx, world)
     known = artifact in state.world.ready or artifact in state.world.uncompilable
-    if known or kernel.compiler == "device" or queue().holds(artifact):
+    if known or kernel.compiler == "device" or jit.queue().holds(artifact):
         return
-    copied = likeness(args, share=spec.mutates is None or not spec.mutates(args))
+    copied = jit.likeness(args, share=spec.mutates is None or not spec.mutates(args))
     elsewhere = compiles_elsewhere(kernel)
     if not elsewhere and kernel.backend not in _in_threads:
         _in_threads.add(kernel.backend)
         _log.info("%s compiles in threads of this process: it declares no compiler", kernel.backend)
-    work = compile_elsewhere if elsewhere else compile_now
-    queue().submit(artifact, partial(work, spec, ctx, kernel_id, copied, state.generation), timed=not elsewhere)
+    work = compile_elsewhere if elsewhere else jit.compile_now
+    jit.queue().submit(artifact, partial(work, spec, ctx, kernel_id, copied, state.generation), timed=not elsewhere)
 
 
 def compile_elsewhere(
@@ -108,7 +98,7 @@ def compile_elsewhere(
     order = order_for(spec, ctx, kernel, args, world)
     found = None if order is None else have_compiled(order, artifact_for(kernel, ctx, world), began)
     if found is None:
-        return compile_now(spec, ctx, kernel_id, args, began)
+        return jit.compile_now(spec, ctx, kernel_id, args, began)
     return found if isinstance(found, Reason) else load(spec, ctx, kernel_id, args, began, found, paced=paced)
 
 
@@ -116,8 +106,8 @@ def have_compiled(order: str, artifact: Artifact, began: int) -> Made | Reason |
     """Wait until another process has carried out an order: what to load, or why not; None: compile in a thread here."""
     before = jit_cache.snapshot()
     try:
-        with one_compiler(artifact, jit_cache.prepare()):
-            said = compilers.ask(order, queue().timeout_s, jit_cache.variables())
+        with jit.one_compiler(artifact, jit_cache.prepare()):
+            said = compilers.ask(order, jit.queue().timeout_s, jit_cache.variables())
     except IsolationFault as error:
         return _failed(artifact, error, began)
     finally:
@@ -126,7 +116,7 @@ def have_compiled(order: str, artifact: Artifact, began: int) -> Made | Reason |
         return None
     if "needs_device" in said:
         why = reason("JIT_NEEDS_DEVICE", said["needs_device"])
-        put_failure(artifact, why, began)
+        jit.put_failure(artifact, why, began)
         return why
     return Made(float(said["seconds"]), jit_cache.new_entries(before), tuple(said["libraries"]))
 
@@ -140,11 +130,11 @@ def load(
     if missing is not None:
         return missing
     with turn(paced):
-        token = made.set(replace(found, begun=time.monotonic()))
+        token = jit.made.set(replace(found, begun=time.monotonic()))
         try:
-            return compile_now(spec, ctx, kernel_id, args, began)
+            return jit.compile_now(spec, ctx, kernel_id, args, began)
         finally:
-            made.reset(token)
+            jit.made.reset(token)
 
 
 def import_adapters(where: torch.device) -> tuple[str, ...]:
@@ -182,7 +172,7 @@ def _imported(kernel: KernelSpec, world: World, began: int) -> Reason | None:
     jit_cache.prepare()  # some vendors read where their cache is when they are imported
     started = time.monotonic()
     try:
-        with short_turns():
+        with jit.short_turns():
             resolve(kernel)
             for name in _modules(kernel, world):
                 with contextlib.suppress(Exception):  # who cannot be imported says so when it is called
@@ -213,7 +203,7 @@ def order_for(spec: OperationSpec, ctx: Context, kernel: KernelSpec, args: tuple
     if jit_cache.prepare() is None:
         return None
     asked = replace(ctx, backend=kernel.kernel_id, capturing=False, switched_off=frozenset())
-    decision = select(asked, blocking(world))
+    decision = select(asked, jit.blocking(world))
     if decision.chosen != kernel.kernel_id or not ctx.aligned_pointers or kernel.backend in world.enclosed:
         return None
     seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -255,16 +245,16 @@ def _failed(artifact: Artifact, error: IsolationFault, began: int) -> Reason:
     """Write down what became of a compiler; its own error and a crash are for later processes, too."""
     why, words = error.reason, str(error.reason.value or error.reason)
     if why.code == "ISOLATION_TIMEOUT":
-        late = reason("JIT_TIMEOUT", None, f"{queue().timeout_s:g}")
+        late = reason("JIT_TIMEOUT", None, f"{jit.queue().timeout_s:g}")
         _log.warning("%s was not compiled within %s s; its compiler was ended", words_of(artifact), late.limit)
         events.tell("compile", error=str(late), kernel=artifact[0], artifact=words_of(artifact))
-        put_failure(artifact, late, began)
+        jit.put_failure(artifact, late, began)
         return late
     own = isinstance(error, ChildError) and not isinstance(error, ChildOutOfMemory)
     crashed = why.code == "ISOLATION_CRASHED" and "SIGKILL" not in words
     lasting = (own or crashed) and not any(text in words for text in _DISK)
     text = words if own else str(why)
-    not_ready(artifact, text, jit_cache.prepare() if lasting else None, began)
+    jit.not_ready(artifact, text, jit_cache.prepare() if lasting else None, began)
     return reason("JIT_FAILED", text[:300])
 
 

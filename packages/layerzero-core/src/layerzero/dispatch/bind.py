@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any
 
@@ -42,31 +43,20 @@ class GuardFailed(Exception):
     """A bound plan does not fit this call after all (an unaligned pointer); the call is selected again."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Bound:
     """A kernel ready to run. `run` takes canonical arguments; `guard`, when set, must be true at each call."""
 
-    __slots__ = ("calls", "decision", "guard", "kernel", "plan", "rng", "run")
+    run: Callable[..., Any]
+    guard: Callable[[], bool] | None
+    kernel: KernelSpec
+    plan: ExecutionPlan
+    rng: bool
+    calls: Any = None  # a counter, only while traffic is recorded
+    decision: Decision = field(init=False)
 
-    def __init__(
-        self,
-        run: Callable[..., Any],
-        guard: Callable[[], bool] | None,
-        kernel: KernelSpec,
-        plan: ExecutionPlan,
-        rng: bool,
-    ) -> None:
-        self.run = run
-        self.guard = guard
-        self.kernel = kernel
-        self.plan = plan
-        self.decision: Decision = plan.debug_info
-        self.rng = rng
-        self.calls: Any = None  # a counter, only while traffic is recorded
-
-    def counted(self, counter: Any) -> Bound:
-        found = Bound(self.run, self.guard, self.kernel, self.plan, self.rng)
-        found.calls = counter
-        return found
+    def __post_init__(self) -> None:
+        self.decision = self.plan.debug_info
 
     @property
     def kernel_id(self) -> str:

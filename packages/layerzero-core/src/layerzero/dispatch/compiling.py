@@ -284,8 +284,8 @@ def exercise(run: Callable[..., Any], args: tuple[Any, ...], ctx: Context) -> No
             stack.enter_context(torch.no_grad())
         out = run(*args)
         if ctx.needs_grad:
-            results = [item for item in (out if isinstance(out, tuple) else (out,)) if isinstance(item, Tensor)]
-            wanted = [item for item in results if item.requires_grad]
+            results = out if isinstance(out, tuple) else (out,)
+            wanted = [item for item in results if isinstance(item, Tensor) and item.requires_grad]
             if wanted:
                 torch.autograd.backward(wanted, [torch.ones_like(item) for item in wanted])
         if stream is not None:

@@ -15,6 +15,7 @@ from layerzero.model.op import Op, OperationSpec
 from layerzero.model.situation import kind_of
 from layerzero.selection.engine import select
 from layerzero.selection.world import World, measurement_settings
+from layerzero.tuning.inputs import build, buildable, conditions
 
 _COUNTS = {"batch": 2, "rows": 64, "tokens": 64, "seq_len_q": 64, "seq_len_k": 64}
 _WIDTHS = ("intermediate", "in_features", "out_features", "vocab", "num_embeddings", "num_blocks")
@@ -28,8 +29,6 @@ def example(
 
     None where none can be made: an op whose inputs nobody can draw, or a kernel that refuses every smaller call.
     """
-    from layerzero.tuning.inputs import build, buildable, conditions
-
     if not buildable(spec.op_id):
         return None
     measuring = measurement_settings(world, jit="off")
@@ -49,10 +48,7 @@ def example(
 def _smaller(spec: OperationSpec, ctx: Context) -> list[Context]:
     """Contexts of the same kind, the smallest first; the call's own sizes last, where those are not large."""
     sizes = dict(ctx.dims)
-    small = dict(sizes)
-    for name, most in _COUNTS.items():
-        if name in small and small[name] > most:
-            small[name] = most
+    small = {name: min(size, _COUNTS.get(name, size)) for name, size in ctx.dims}
     if ctx.seq_relation != "equal" and small.get("seq_len_q") == small.get("seq_len_k"):
         short = "seq_len_q" if sizes["seq_len_q"] < sizes["seq_len_k"] else "seq_len_k"
         small[short] = min(sizes[short], max(1, small[short] // 2))

@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -26,7 +27,6 @@ from layerzero.telemetry.events import observed
 from layerzero.version import __version__
 
 _generations: dict[tuple[int, ...], itertools.count[int]] = {}
-_connections: dict[str, Any] = {}
 
 
 def facts_of(rank: int, world: World) -> Facts:
@@ -79,21 +79,18 @@ def channel_of(group: Any, timeout: float, store: RankStore | None) -> Channel:
     rank = dist.get_rank()
     generation = next(_generations.setdefault(members, itertools.count(1)))
     name = f"layerzero/{digest(sorted(members))[:8]}/{generation}"
-    return Channel(_own_connection() if store is None else store, rank, members, timeout, name)
+    if store is None:
+        store = _own_connection(dist.distributed_c10d._get_default_store())
+    return Channel(store, rank, members, timeout, name)
 
 
-def _own_connection() -> RankStore:
+@lru_cache(maxsize=1)  # one connection a process group, however often its ranks agree
+def _own_connection(given: Any) -> RankStore:
     """The group's store through a connection of our own: a wait holds the connection it is made on."""
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    given: Any = _get_default_store()
-    if _connections.get("of") is not given:  # one connection a process group, however often its ranks agree
-        try:
-            _connections["own"] = given.clone()
-        except (AttributeError, RuntimeError):  # a store that knows no copies is shared
-            _connections["own"] = given
-        _connections["of"] = given
-    return _connections["own"]  # type: ignore[no-any-return]
+    try:
+        return given.clone()  # type: ignore[no-any-return]
+    except (AttributeError, RuntimeError):  # a store that knows no copies is shared
+        return given  # type: ignore[no-any-return]
 
 
 _log = logging.getLogger("layerzero.distributed")
@@ -147,16 +144,15 @@ class Agreement:
         if len({item[0] for item in ours.values()}) > 1:
             words = "; ".join(f"rank {rank} {item[0]}" for rank, item in ours.items())
             raise DistributedError(f"ranks call {op} differently: {words}", code="RANK_DISAGREEMENT", value=words)
-        agreed = str(ours[self.leader][1])
+        _, agreed, names = ours[self.leader]
         unable = [rank for rank, item in ours.items() if agreed not in item[2]]
-        kernels = {item[1] for item in ours.values()}
         if unable:
-            fitting = [name for name in ours[self.leader][2] if all(name in item[2] for item in ours.values())]
+            fitting = [name for name in names if all(name in item[2] for item in ours.values())]
             if not fitting:
                 words = "; ".join(f"rank {rank} {item[1]}" for rank, item in ours.items())
                 raise DistributedError(reasons=(reason("RANK_DISAGREEMENT", words),), ranks=tuple(unable))
             agreed = fitting[0]
-        if unable or len(kernels) > 1:
+        if unable or any(item[1] != agreed for item in ours.values()):
             self._pin(key, agreed)
         self.channel.barrier(f"confirm {op}")
         return agreed
@@ -179,7 +175,7 @@ class Agreement:
 
     def without(self, ranks: tuple[int, ...]) -> Agreement:
         """Agree anew among those who are left, after `ranks` were lost. All who are left must call it."""
-        return _agree(self.channel.without(ranks), self.training, None, None)
+        return _agree(self.channel.without(ranks), self.training, None)
 
     def leave(self) -> None:
         """Choose alone again."""
@@ -223,14 +219,13 @@ def agree(
     """
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 86_400:
         raise InvalidInputError(code="VALUE_INVALID", value=f"timeout={timeout!r}", limit="seconds, above 0")
-    return _agree(channel_of(group, float(timeout), store), training, tp_invariant, None)
+    return _agree(channel_of(group, float(timeout), store), training, tp_invariant)
 
 
 @observed("agree", lambda args, out: {"ranks": len(args[0].members), "rank": args[0].rank})
-def _agree(channel: Channel, training: bool, tp_invariant: bool | None, mine: Facts | None) -> Agreement:
+def _agree(channel: Channel, training: bool, tp_invariant: bool | None) -> Agreement:
     world = state.world
-    here = facts_of(channel.rank, world) if mine is None else mine
-    found = _told(channel, here, world)
+    found = _told(channel, facts_of(channel.rank, world))
     findings = judge(found)
     _object(findings, found, training)
     changes = _settled(channel, found, findings, world)
@@ -255,13 +250,13 @@ def _agree(channel: Channel, training: bool, tp_invariant: bool | None, mine: Fa
     return Agreement(channel, found, findings, training)
 
 
-def _told(channel: Channel, mine: Facts, world: World) -> dict[int, Facts]:
+def _told(channel: Channel, mine: Facts) -> dict[int, Facts]:
     """Facts of all ranks: hashes first, and the kernels themselves only where those differ."""
     said = channel.gather("facts", replace(mine, kernels={}).to_json())
     found = {rank: Facts.from_json(data) for rank, data in said.items()}
     if len({facts.kernels_hash for facts in found.values()}) == 1:
         return found
-    kernels = channel.gather("kernels", dict(mine.kernels or kernels_of(world)))
+    kernels = channel.gather("kernels", dict(mine.kernels))
     return {rank: replace(facts, kernels=kernels[rank]) for rank, facts in found.items()}
 
 

@@ -9,10 +9,11 @@ first one written counts for all.
 
 from __future__ import annotations
 
+import itertools
 import logging
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from layerzero.distributed.channel import RankStore, await_keys
 from layerzero.distributed.facts import digest
@@ -21,6 +22,7 @@ from layerzero.model.context import Context
 from layerzero.model.decision import Decision
 from layerzero.model.kernel import KernelSpec
 from layerzero.reasons import Reason, reason
+from layerzero.telemetry.events import counter_value
 
 _log = logging.getLogger("layerzero.distributed")
 
@@ -56,17 +58,19 @@ class RankChoices:
     tp_invariant: bool = False
     training: bool = False
     wait_s: float = 1.0
-    tally: _Tally = field(default_factory=lambda: _Tally())
+    # Counters that outlive one World.
+    asking: Any = field(default_factory=itertools.count)
+    disagreeing: Any = field(default_factory=itertools.count)
 
     @property
     def disagreements(self) -> int:
         """Choices in which this rank could not follow."""
-        return self.tally.disagreements
+        return counter_value(self.disagreeing)
 
     @property
     def asked(self) -> int:
         """How often the store was asked: once per new call, never by a hot one."""
-        return self.tally.asked
+        return counter_value(self.asking)
 
     def requires(self, ctx: Context) -> Context:
         """The context as a member of a tensor-parallel group that wants results independent of its size."""
@@ -96,7 +100,7 @@ class RankChoices:
             return [mine] * len(self.group)
         about = digest([kernel.kernel_id, kernel.version, kind])
         names = [f"{self.name}/first_use/{self.group[0]}/{about}/{rank}" for rank in self.group]
-        self.tally.count("asked")
+        next(self.asking)
         try:
             if mine is not None:
                 self.store.set(names[self.group.index(self.rank)], mine)
@@ -109,7 +113,7 @@ class RankChoices:
     def _ask(self, key: str, mine: str) -> str | None:
         assert self.store is not None
         name = f"{self.name}/choice/{self.group[0]}/{key}"
-        self.tally.count("asked")
+        next(self.asking)
         try:
             if self.rank != self.group[0]:
                 await_keys(self.store, [name], self.wait_s)
@@ -118,7 +122,7 @@ class RankChoices:
             why = reason("RANK_LOST", "?", f"{self.wait_s:g}", detail=str(error).splitlines()[0][:200])
             if self.training:
                 raise DistributedError(reasons=(why,)) from error
-            self.tally.count("disagreements")
+            next(self.disagreeing)
             _log.warning("%s; this rank chooses for itself", why)
             return None
 
@@ -127,21 +131,9 @@ class RankChoices:
             steps = tuple(sorted(decision.steps, key=lambda step: step[0] != agreed))
             note = reason("RANK_CHOICE", agreed, self.group[0])
             return replace(decision, chosen=agreed, steps=steps, is_fallback=False, notes=(*decision.notes, note))
-        self.tally.count("disagreements")
+        next(self.disagreeing)
         why = reason("RANK_DISAGREEMENT", f"rank {self.group[0]} {agreed}, rank {self.rank} {decision.chosen}")
         if self.training:
             raise DistributedError(reasons=(why,), ranks=(self.rank,))
         _log.warning("%s: %s; this rank cannot run it and goes on with its own", decision.op, why)
         return replace(decision, notes=(*decision.notes, why))
-
-
-class _Tally:
-    """Counts that outlive one World."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.asked = self.disagreements = 0
-
-    def count(self, name: str) -> None:
-        with self._lock:
-            setattr(self, name, getattr(self, name) + 1)

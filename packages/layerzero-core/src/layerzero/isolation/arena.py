@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero.isolation.device_arena import DeviceArena, DriverError, device_name, named_arena
+from layerzero.isolation.device_arena import DeviceArena, DriverError, device_name
 from layerzero.isolation.wire import ChildOutOfMemory, Malformed, Placed, fault, span
 from layerzero.reasons import reason
 
@@ -118,6 +118,14 @@ def sent_bytes(tensor: Tensor) -> int:
     return -(-count * tensor.element_size() // ALIGNMENT) * ALIGNMENT + ALIGNMENT
 
 
+def buffer_of(arenas: Mapping[str, Any], name: str) -> Tensor:
+    """The bytes of one of these arenas; a name that the other side made up is not believed."""
+    if name not in arenas:
+        raise Malformed(f"no arena is called {name[:40]!r}")
+    found: Tensor = arenas[name].bytes
+    return found
+
+
 def view(buffer: Tensor, placed: Placed) -> Tensor:
     """A placed tensor as a view of its arena. Raises Malformed when it does not lie inside."""
     end = placed.offset + placed.nbytes
@@ -212,9 +220,7 @@ class Memory:
             return seen.clone(memory_format=torch.preserve_format)
 
     def _buffer(self, name: str) -> Tensor:
-        if name == NAME:
-            return self.host.bytes
-        return named_arena(self._devices, name).bytes
+        return buffer_of({NAME: self.host, **self._devices}, name)
 
     def close(self) -> None:
         """Free everything; the child is gone."""

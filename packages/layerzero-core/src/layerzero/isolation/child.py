@@ -23,22 +23,9 @@ from torch import Tensor
 
 from layerzero.errors import importing
 from layerzero.health.sticky import NO_MEMORY
-from layerzero.isolation.arena import NAME, Arena, Bump, sent_bytes, view
-from layerzero.isolation.device_arena import OpenedArena, named_arena
-from layerzero.isolation.wire import (
-    HEADER_BYTES,
-    VERSION,
-    Frame,
-    Kind,
-    Malformed,
-    Placed,
-    decode,
-    encode,
-    head,
-    pack,
-    tensors_in,
-    unpack,
-)
+from layerzero.isolation import wire
+from layerzero.isolation.arena import NAME, Arena, Bump, buffer_of, sent_bytes, view
+from layerzero.isolation.device_arena import OpenedArena, device_name
 from layerzero.plugin.enclosure import Enclosure, enter
 
 _WORDS = 1_200
@@ -58,31 +45,32 @@ class Child:
     def __init__(self, channel: socket.socket, arena_handle: int) -> None:
         self._socket = channel
         self._stream = channel.makefile("rb")
-        self._handle = arena_handle
-        self._host = Arena(arena_handle, os.fstat(arena_handle).st_size)
-        self._devices: dict[str, OpenedArena] = {}
+        host = Arena(arena_handle, os.fstat(arena_handle).st_size)
+        self._arenas: dict[str, Any] = {NAME: host}  # and an OpenedArena for each device
         self._adapters: dict[str, Callable[..., Any]] = {}
 
     def serve(self) -> None:
-        self._answer(Kind.HELLO, 0, {"pid": os.getpid(), "protocol": VERSION, "torch": str(torch.__version__)})
-        while (frame := self._next()) is not None and frame.kind is not Kind.BYE:
+        self._answer(
+            wire.Kind.HELLO, 0, {"pid": os.getpid(), "protocol": wire.VERSION, "torch": str(torch.__version__)}
+        )
+        while (frame := self._next()) is not None and frame.kind is not wire.Kind.BYE:
             try:
                 kind, body = self._done(frame)
             except NoRoom as short:
-                kind, body = Kind.ROOM, {"needed": short.needed}
+                kind, body = wire.Kind.ROOM, {"needed": short.needed}
             except BaseException as error:  # a vendor that wants to exit raises, as in process
-                kind, body = Kind.RAISED, _described(error)
+                kind, body = wire.Kind.RAISED, _described(error)
             self._answer(kind, frame.sequence, body)
 
-    def _done(self, frame: Frame) -> tuple[Kind, dict[str, Any]]:
-        if frame.kind is Kind.CALL:
-            return Kind.RESULT, self._call(frame.body)
-        if frame.kind is Kind.LOAD:
+    def _done(self, frame: wire.Frame) -> tuple[wire.Kind, dict[str, Any]]:
+        if frame.kind is wire.Kind.CALL:
+            return wire.Kind.RESULT, self._call(frame.body)
+        if frame.kind is wire.Kind.LOAD:
             self._adapter(frame.body["function"])
-            return Kind.LOADED, {}
-        if frame.kind is Kind.PING:
-            return Kind.PONG, {}
-        raise Malformed(f"{frame.kind.name} is not for a child")
+            return wire.Kind.LOADED, {}
+        if frame.kind is wire.Kind.PING:
+            return wire.Kind.PONG, {}
+        raise wire.Malformed(f"{frame.kind.name} is not for a child")
 
     def _adapter(self, path: str) -> Callable[..., Any]:
         if path not in self._adapters:
@@ -92,8 +80,8 @@ class Child:
 
     def _call(self, body: dict[str, Any]) -> dict[str, Any]:
         self._map(body["arenas"])
-        args = [unpack(item, self._find) for item in body["args"]]
-        kwargs = {name: unpack(item, self._find) for name, item in body["kwargs"].items()}
+        args = [wire.unpack(item, self._find) for item in body["args"]]
+        kwargs = {name: wire.unpack(item, self._find) for name, item in body["kwargs"].items()}
         if body["seed"] is not None:
             torch.manual_seed(body["seed"])
         index = body["device"]
@@ -105,61 +93,54 @@ class Child:
 
     def _map(self, arenas: dict[str, Any]) -> None:
         """Follow the parent: a larger host arena, new device arenas."""
-        size = arenas[NAME]["bytes"]
-        if size != self._host.size:
-            self._host = Arena(self._handle, size)
         for name, told in arenas.items():
+            known = self._arenas.get(name)
             if name == NAME:
-                continue
-            known = self._devices.get(name)
-            if told["handle"] is not None:
+                if told["bytes"] != known.size:
+                    self._arenas[name] = Arena(known.handle, told["bytes"])
+            elif told["handle"] is not None:
                 if known is not None:
                     known.close()
                 opened = OpenedArena(told["index"], told["bytes"], bytes.fromhex(told["handle"]))
-                self._devices[name] = opened
+                self._arenas[name] = opened
                 opened.answer(bytes.fromhex(told["mark"]))
 
-    def _buffer(self, name: str) -> Tensor:
-        if name == NAME:
-            return self._host.bytes
-        return named_arena(self._devices, name).bytes
-
-    def _find(self, placed: Placed) -> Tensor:
-        return view(self._buffer(placed.arena), placed)
+    def _find(self, placed: wire.Placed) -> Tensor:
+        return view(buffer_of(self._arenas, placed.arena), placed)
 
     def _placed(self, result: Any, used: dict[str, int]) -> dict[str, Any]:
         """Copy the results behind the arguments, which must stay: a result may be a view of one."""
         needed = dict(used)
-        for item in tensors_in(result):
+        for item in wire.tensors_in(result):
             name = self._home(item)
             needed[name] = needed.get(name, 0) + sent_bytes(item)
         short = {name: size for name, size in needed.items() if size > self._room(name)}
         if short:
             raise NoRoom(short)
-        bumps = {name: Bump(name, self._buffer(name), used.get(name, 0)) for name in needed}
-        return {"result": pack(result, lambda item: bumps[self._home(item)].put(item))}
+        bumps = {name: Bump(name, buffer_of(self._arenas, name), used.get(name, 0)) for name in needed}
+        return {"result": wire.pack(result, lambda item: bumps[self._home(item)].put(item))}
 
     def _home(self, item: Tensor) -> str:
-        return f"cuda:{item.get_device()}" if item.is_cuda else NAME
+        return device_name(item.get_device()) if item.is_cuda else NAME
 
     def _room(self, name: str) -> int:
-        return self._buffer(name).numel() if name == NAME or name in self._devices else 0
+        return buffer_of(self._arenas, name).numel() if name in self._arenas else 0
 
     # -- frames ----------------------------------------------------------------------------------
-    def _answer(self, kind: Kind, sequence: int, body: dict[str, Any]) -> None:
+    def _answer(self, kind: wire.Kind, sequence: int, body: dict[str, Any]) -> None:
         try:
-            data = encode(kind, sequence, body)
+            data = wire.encode(kind, sequence, body)
         except ValueError as error:
-            data = encode(Kind.RAISED, sequence, _described(error))
+            data = wire.encode(wire.Kind.RAISED, sequence, _described(error))
         self._socket.sendall(data)
 
-    def _next(self) -> Frame | None:
-        first = self._stream.read(HEADER_BYTES)
-        if len(first) < HEADER_BYTES:
+    def _next(self) -> wire.Frame | None:
+        first = self._stream.read(wire.HEADER_BYTES)
+        if len(first) < wire.HEADER_BYTES:
             return None
-        known = head(first)
+        known = wire.head(first)
         data = self._stream.read(known.length)
-        return decode(known, data) if len(data) == known.length else None
+        return wire.decode(known, data) if len(data) == known.length else None
 
 
 def _described(error: BaseException) -> dict[str, Any]:

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from layerzero.isolation.wire import Malformed
 
 _HANDLE_BYTES = 64
 # The head of an arena: a mark of the parent's, and the child's answer to it.
@@ -83,25 +82,21 @@ def _check(what: str, code: int) -> None:
 _contexts: dict[int, ctypes.c_void_p] = {}
 
 
-class _Current:
-    """Makes the primary context of a device, torch's own, current on this thread."""
-
-    def __init__(self, driver: Any, index: int) -> None:
-        self._driver, self._index = driver, index
-
-    def __enter__(self) -> None:
-        if self._index not in _contexts:
-            torch.cuda.synchronize(self._index)  # torch takes the context first
-            device, context = ctypes.c_int(), ctypes.c_void_p()
-            _check("cuInit", self._driver.cuInit(0))
-            _check("cuDeviceGet", self._driver.cuDeviceGet(ctypes.byref(device), self._index))
-            retain = self._driver.cuDevicePrimaryCtxRetain
-            _check("cuDevicePrimaryCtxRetain", retain(ctypes.byref(context), device))
-            _contexts[self._index] = context
-        _check("cuCtxPushCurrent", self._driver.cuCtxPushCurrent_v2(_contexts[self._index]))
-
-    def __exit__(self, *_: object) -> None:
-        self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+@contextmanager
+def _current(driver: Any, index: int) -> Iterator[None]:
+    """Make the primary context of a device, torch's own, current on this thread."""
+    if index not in _contexts:
+        torch.cuda.synchronize(index)  # torch takes the context first
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        _check("cuInit", driver.cuInit(0))
+        _check("cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), index))
+        _check("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+        _contexts[index] = context
+    _check("cuCtxPushCurrent", driver.cuCtxPushCurrent_v2(_contexts[index]))
+    try:
+        yield
+    finally:
+        driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 
 class DeviceArena:
@@ -112,7 +107,7 @@ class DeviceArena:
         self._driver = _driver()
         pointer = ctypes.c_uint64()
         handle = _Handle()
-        with _Current(self._driver, index):
+        with _current(self._driver, index):
             code = self._driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size))
             if code == 2:  # CUDA_ERROR_OUT_OF_MEMORY: torch may hold free blocks
                 torch.cuda.empty_cache()
@@ -142,7 +137,7 @@ class DeviceArena:
         """Free the memory. The other process must have closed it or be gone; nothing may look at `bytes` any more."""
         if self._pointer is not None:
             torch.cuda.synchronize(self.index)
-            with _Current(self._driver, self.index):
+            with _current(self._driver, self.index):
                 self._free()
 
 
@@ -156,7 +151,7 @@ class OpenedArena:
         self._driver = _driver()
         pointer = ctypes.c_uint64()
         given = _Handle.from_buffer_copy(handle)
-        with _Current(self._driver, index):
+        with _current(self._driver, index):
             opened = self._driver.cuIpcOpenMemHandle_v2(ctypes.byref(pointer), given, ctypes.c_uint(_LAZY_PEER))
             _check("cuIpcOpenMemHandle", opened)
         self._pointer = int(pointer.value)
@@ -171,15 +166,5 @@ class OpenedArena:
     def close(self) -> None:
         """Give the mapping back, once nothing runs on it."""
         torch.cuda.synchronize(self.index)
-        with _Current(self._driver, self.index):
+        with _current(self._driver, self.index):
             self._driver.cuIpcCloseMemHandle(ctypes.c_uint64(self._pointer))
-
-
-Kept = TypeVar("Kept", DeviceArena, OpenedArena)
-
-
-def named_arena(arenas: Mapping[str, Kept], name: str) -> Kept:
-    """One of these arenas; a name that the other side made up is not believed."""
-    if name not in arenas:
-        raise Malformed(f"no arena is called {name[:40]!r}")
-    return arenas[name]

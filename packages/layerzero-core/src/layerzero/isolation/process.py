@@ -80,8 +80,7 @@ class Process:
 
     def how(self) -> str:
         """How it ended, with the last line it wrote: for people."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(_COLLECT_S)
+        self._gone(_COLLECT_S)
         code = self._popen.returncode
         if code is None:
             words = "it closed the channel and lives on"

@@ -24,26 +24,9 @@ from torch import Tensor
 from layerzero.errors import BackendNotAvailableError, from_outside
 from layerzero.forking import fresh_lock, in_child
 from layerzero.health.sticky import sticky
+from layerzero.isolation import wire
 from layerzero.isolation.arena import Memory, home
 from layerzero.isolation.process import Process, Settings
-from layerzero.isolation.wire import (
-    HEADER_BYTES,
-    ChildError,
-    ChildOutOfMemory,
-    Frame,
-    IsolationFault,
-    Kind,
-    Malformed,
-    Unsendable,
-    WireError,
-    decode,
-    encode,
-    fault,
-    head,
-    pack,
-    tensors_in,
-    unpack,
-)
 from layerzero.model.kernel import KernelSpec
 from layerzero.reasons import reason
 from layerzero.selection.world import World
@@ -64,36 +47,36 @@ class Channel:
         if process.sentinel >= 0:
             self._poll.register(process.sentinel, select.POLLIN)
 
-    def ask(self, kind: Kind, body: dict[str, Any], until: float, limit_s: float) -> Frame:
+    def ask(self, kind: wire.Kind, body: dict[str, Any], until: float, limit_s: float) -> wire.Frame:
         self._sequence += 1
-        rest = memoryview(encode(kind, self._sequence, body))
+        rest = memoryview(wire.encode(kind, self._sequence, body))
         while rest:
             try:
                 rest = rest[self._socket.send(rest) :]
             except BlockingIOError:
                 left = until - time.monotonic()
                 if left <= 0 or not select.select((), (self._socket,), (), left)[1]:
-                    raise fault("ISOLATION_TIMEOUT", "the request was not taken", limit_s) from None
+                    raise wire.fault("ISOLATION_TIMEOUT", "the request was not taken", limit_s) from None
             except OSError:
-                raise fault("ISOLATION_CRASHED", self._process.how()) from None
+                raise wire.fault("ISOLATION_CRASHED", self._process.how()) from None
         return self.receive(self._sequence, until, limit_s)
 
-    def say(self, kind: Kind) -> None:
+    def say(self, kind: wire.Kind) -> None:
         """Send a frame that has no answer; a child that cannot take it is about to be ended anyway."""
         try:
-            self._socket.send(encode(kind, 0, {}))
+            self._socket.send(wire.encode(kind, 0, {}))
         except OSError:
             return
 
-    def receive(self, sequence: int, until: float, limit_s: float) -> Frame:
+    def receive(self, sequence: int, until: float, limit_s: float) -> wire.Frame:
         """The next frame, which must answer `sequence`."""
         try:
-            first = head(self._exactly(HEADER_BYTES, until, limit_s, begun=False))
-            frame = decode(first, self._exactly(first.length, until, limit_s, begun=True))
-        except WireError as error:
-            raise fault("ISOLATION_GARBAGE", str(error)) from None
+            first = wire.head(self._exactly(wire.HEADER_BYTES, until, limit_s, begun=False))
+            frame = wire.decode(first, self._exactly(first.length, until, limit_s, begun=True))
+        except wire.WireError as error:
+            raise wire.fault("ISOLATION_GARBAGE", str(error)) from None
         if frame.sequence != sequence or not frame.kind & 1:
-            raise fault("ISOLATION_GARBAGE", f"{frame.kind.name} {frame.sequence} in answer to {sequence}")
+            raise wire.fault("ISOLATION_GARBAGE", f"{frame.kind.name} {frame.sequence} in answer to {sequence}")
         return frame
 
     def _exactly(self, count: int, until: float, limit_s: float, *, begun: bool) -> bytes:
@@ -104,15 +87,15 @@ class Channel:
             left = until - time.monotonic()
             ready = self._poll.poll(max(0.0, left) * 1000.0)
             if not ready:
-                raise fault("ISOLATION_TIMEOUT", "no answer", limit_s)
+                raise wire.fault("ISOLATION_TIMEOUT", "no answer", limit_s)
             got = self._some(min(missing, _CHUNK))
             if got is None:
                 continue
             if not got:
                 if parts or begun:
                     said = count - missing
-                    raise fault("ISOLATION_TRUNCATED", f"{said} of {count} bytes", detail=self._process.how())
-                raise fault("ISOLATION_CRASHED", self._process.how())
+                    raise wire.fault("ISOLATION_TRUNCATED", f"{said} of {count} bytes", detail=self._process.how())
+                raise wire.fault("ISOLATION_CRASHED", self._process.how())
             parts.append(got)
             missing -= len(got)
         return b"".join(parts)
@@ -144,9 +127,8 @@ def delay_s(failures: int) -> float:
 class Worker:
     """The parent's view of one isolated backend. Safe to call from many threads; calls take turns."""
 
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self._clock = clock
         self._lock = threading.Lock()
         self._memory: Memory | None = None
         self._process: Process | None = None
@@ -171,8 +153,8 @@ class Worker:
         """Once per child: importing a vendor may take longer than any call."""
         if function not in self._loaded:
             limit = self.settings.start_s
-            answer = self._ask(Kind.LOAD, {"function": function}, time.monotonic() + limit, limit)
-            self._expect(answer, Kind.LOADED)
+            answer = self._ask(wire.Kind.LOAD, {"function": function}, time.monotonic() + limit, limit)
+            self._expect(answer, wire.Kind.LOADED)
             self._loaded.add(function)
 
     def ping(self) -> float:
@@ -180,7 +162,7 @@ class Worker:
 
         def ask(until: float) -> float:
             started = time.perf_counter()
-            self._expect(self._ask(Kind.PING, {}, until, self.settings.deadline_s), Kind.PONG)
+            self._expect(self._ask(wire.Kind.PING, {}, until, self.settings.deadline_s), wire.Kind.PONG)
             return time.perf_counter() - started
 
         return self._turn(ask, self.settings.deadline_s)
@@ -204,7 +186,7 @@ class Worker:
     def _run(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None, until: float) -> Any:
         memory = self._memory
         assert memory is not None
-        tensors = tensors_in([*args, *kwargs.values()])
+        tensors = wire.tensors_in([*args, *kwargs.values()])
         index = next((item.get_device() for item in tensors if item.is_cuda), None)
         needed = memory.needed(tensors)
         for _ in range(_ROUNDS):
@@ -221,13 +203,13 @@ class Worker:
             }
             if index is not None:
                 torch.cuda.current_stream(index).synchronize()  # the inputs are in the arena before the child looks
-            answer = self._ask(Kind.CALL, body, until, self.settings.deadline_s)
-            if answer.kind in (Kind.RESULT, Kind.ROOM):
+            answer = self._ask(wire.Kind.CALL, body, until, self.settings.deadline_s)
+            if answer.kind in (wire.Kind.RESULT, wire.Kind.ROOM):
                 memory.acknowledged()
-            if answer.kind is not Kind.ROOM:
+            if answer.kind is not wire.Kind.ROOM:
                 break
             needed = _asked_room(answer)
-        result = unpack(self._expect(answer, Kind.RESULT)["result"], memory.take)
+        result = wire.unpack(self._expect(answer, wire.Kind.RESULT)["result"], memory.take)
         if index is not None:
             torch.cuda.current_stream(index).synchronize()  # the next call writes over the arena
         return result
@@ -239,22 +221,22 @@ class Worker:
         `proves`: an answer shows that the child does its work, so that failures before it count no more.
         """
         if not self._lock.acquire(timeout=limit):
-            raise fault("ISOLATION_TIMEOUT", "another call holds it", limit)
+            raise wire.fault("ISOLATION_TIMEOUT", "another call holds it", limit)
         try:
             self._ensure()
             try:
                 answer = ask(time.monotonic() + limit)
-            except ChildError as error:
+            except wire.ChildError as error:
                 if sticky(error) is not None:  # its device answers nothing more: a new process has a new context
                     raise self._failed(error) from None
                 self._failures = 0 if proves else self._failures  # the kernel raised; the process is well
                 raise
-            except (Malformed, KeyError, TypeError) as error:
+            except (wire.Malformed, KeyError, TypeError) as error:
                 if from_outside(error):  # a handler's, not the child's words
                     self._drop()
                     raise
-                raise self._failed(fault("ISOLATION_GARBAGE", f"{type(error).__name__}: {error}")) from None
-            except IsolationFault as error:
+                raise self._failed(wire.fault("ISOLATION_GARBAGE", f"{type(error).__name__}: {error}")) from None
+            except wire.IsolationFault as error:
                 if error.reason.code in ("ISOLATION_UNSUPPORTED", "ISOLATION_NO_ROOM"):
                     raise  # nothing was sent, nothing is broken
                 raise self._failed(error) from None
@@ -273,10 +255,10 @@ class Worker:
         if self._process is not None and not self._process.ended():
             return
         if self._process is not None:  # it died between two calls
-            self._failed(fault("ISOLATION_CRASHED", self._process.how()))
-        now = self._clock()
+            self._failed(wire.fault("ISOLATION_CRASHED", self._process.how()))
+        now = time.monotonic()
         if now < self._not_before:
-            raise fault("ISOLATION_BACKOFF", self._failures, round(self._not_before - now, 2))
+            raise wire.fault("ISOLATION_BACKOFF", self._failures, round(self._not_before - now, 2))
         self._start()
 
     def _start(self) -> None:
@@ -289,20 +271,20 @@ class Worker:
             self._process = Process(self.settings, self._memory.host)
             self.starts += 1
             self._channel = Channel(self._process)
-            self._expect(self._channel.receive(0, time.monotonic() + limit, limit), Kind.HELLO)
-        except IsolationFault as error:
+            self._expect(self._channel.receive(0, time.monotonic() + limit, limit), wire.Kind.HELLO)
+        except wire.IsolationFault as error:
             why = error.reason
             if why.code not in ("ISOLATION_START_FAILED", "ISOLATION_TIMEOUT"):
-                error = fault("ISOLATION_START_FAILED", why.value)
+                error = wire.fault("ISOLATION_START_FAILED", why.value)
             raise self._failed(error) from None
         except BaseException:
             self._drop()
             raise
 
-    def _failed(self, error: IsolationFault) -> IsolationFault:
+    def _failed(self, error: wire.IsolationFault) -> wire.IsolationFault:
         self._drop()
         self._failures += 1
-        self._not_before = self._clock() + delay_s(self._failures)
+        self._not_before = time.monotonic() + delay_s(self._failures)
         return error
 
     def _drop(self) -> None:
@@ -310,18 +292,18 @@ class Worker:
         if process is not None:
             process.end()
 
-    def _ask(self, kind: Kind, body: dict[str, Any], until: float, limit: float) -> Frame:
+    def _ask(self, kind: wire.Kind, body: dict[str, Any], until: float, limit: float) -> wire.Frame:
         assert self._channel is not None
         try:
             return self._channel.ask(kind, body, until, limit)
-        except WireError as error:
-            raise fault("ISOLATION_UNSUPPORTED", str(error), "shorter arguments") from None
+        except wire.WireError as error:
+            raise wire.fault("ISOLATION_UNSUPPORTED", str(error), "shorter arguments") from None
 
-    def _expect(self, answer: Frame, kind: Kind) -> dict[str, Any]:
-        if answer.kind is Kind.RAISED:
+    def _expect(self, answer: wire.Frame, kind: wire.Kind) -> dict[str, Any]:
+        if answer.kind is wire.Kind.RAISED:
             raise _raised(answer.body)
         if answer.kind is not kind:
-            raise fault("ISOLATION_GARBAGE", f"{answer.kind.name}, expected {kind.name}")
+            raise wire.fault("ISOLATION_GARBAGE", f"{answer.kind.name}, expected {kind.name}")
         return answer.body
 
     def close(self, *, wait: bool = True) -> None:
@@ -330,7 +312,7 @@ class Worker:
             return
         try:
             if self._channel is not None:
-                self._channel.say(Kind.BYE)
+                self._channel.say(wire.Kind.BYE)
             self._drop()
             if self._memory is not None:
                 self._memory.close()
@@ -355,24 +337,24 @@ class Worker:
 
 def _packed(value: Any, bumps: dict[str, Any]) -> Any:
     try:
-        return pack(value, lambda item: bumps[home(item)].put(item))
-    except Unsendable as error:
-        raise fault("ISOLATION_UNSUPPORTED", str(error), "tensors, numbers, words and tuples of them") from None
+        return wire.pack(value, lambda item: bumps[home(item)].put(item))
+    except wire.Unsendable as error:
+        raise wire.fault("ISOLATION_UNSUPPORTED", str(error), "tensors, numbers, words and tuples of them") from None
 
 
-def _asked_room(answer: Frame) -> dict[str, int]:
+def _asked_room(answer: wire.Frame) -> dict[str, int]:
     needed = answer.body["needed"]
     if not all(isinstance(name, str) and type(size) is int and size >= 0 for name, size in needed.items()):
-        raise Malformed(f"room {str(needed)[:80]}")
+        raise wire.Malformed(f"room {str(needed)[:80]}")
     return dict(needed)
 
 
-def _raised(body: dict[str, Any]) -> ChildError:
+def _raised(body: dict[str, Any]) -> wire.ChildError:
     """The child's exception in our words; its own type and text are in them."""
     words = f"{body['type']}: {body['text']}"[:1_000]
     if body["memory"] is True:
-        return ChildOutOfMemory(reason("OUT_OF_MEMORY", words))
-    return ChildError(reason("KERNEL_RAISED", words))
+        return wire.ChildOutOfMemory(reason("OUT_OF_MEMORY", words))
+    return wire.ChildError(reason("KERNEL_RAISED", words))
 
 
 _MOST = 8
@@ -411,10 +393,10 @@ def isolated(kernel: KernelSpec, world: World, *, rng: bool) -> Callable[..., An
     worker = worker_for(settings_for(kernel.backend, world))
     try:
         worker.load(kernel.function)
-    except ChildError as error:
+    except wire.ChildError as error:
         why = reason("ISOLATION_IMPORT_FAILED", error.reason.value)
         raise BackendNotAvailableError(f"{kernel.kernel_id}: {why.message}", reasons=(why,)) from error
-    except IsolationFault:
+    except wire.IsolationFault:
         pass  # it may start next time: the call itself will say so, and its breaker decides how long to wait
     function = kernel.function
 

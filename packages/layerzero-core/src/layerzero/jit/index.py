@@ -51,10 +51,9 @@ class Entry:
 class Index:
     """The index file in a cache folder. Reading it never raises for bad content."""
 
-    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.path = folder / "index.json"
-        self._clock = clock
 
     def entries(self) -> tuple[Entry, ...]:
         """All entries whose files are still there, oldest first."""
@@ -69,7 +68,7 @@ class Index:
     def add(self, artifact: Artifact, *, error: str = "", evidence: Iterable[str] = (), seconds: float = 0.0) -> None:
         """Remember an outcome; what other processes added meanwhile is kept."""
         kernel_id, values = artifact
-        entry = Entry(kernel_id, values, error[:_MAX_TEXT], tuple(evidence), round(seconds, 3), self._clock())
+        entry = Entry(kernel_id, values, error[:_MAX_TEXT], tuple(evidence), round(seconds, 3), time.time())
 
         def put(known: dict[Artifact, Entry]) -> None:
             before = known.pop(artifact, None)

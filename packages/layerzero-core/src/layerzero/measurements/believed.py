@@ -94,7 +94,7 @@ def mode_of(device_type: str, *, capturing: bool = False) -> str:
     return f"{'graph' if capturing else 'eager'}/{cache}"
 
 
-def measurements_from(db: PerfDB, world: World, *, mode: str | None = None, noise: float = NOISE) -> Measurements:
+def measurements_from(db: PerfDB, world: World) -> Measurements:
     """What a database says to this World. Buckets are read once, when a selection first asks for one."""
     import torch
 
@@ -111,7 +111,7 @@ def measurements_from(db: PerfDB, world: World, *, mode: str | None = None, nois
         spec = ops.get(ctx.op)
         bucket = bucket_of(ctx, () if spec is None else spec.growing)
         platform = platform_of(ctx.device)
-        measured = mode or mode_of(ctx.device.device_type, capturing=ctx.capturing)
+        measured = mode_of(ctx.device.device_type, capturing=ctx.capturing)
         key = (ctx.op, bucket, f"{platform.device} {platform.threads} {measured}")
         known = found.get(key)
         if known is None:
@@ -125,7 +125,7 @@ def measurements_from(db: PerfDB, world: World, *, mode: str | None = None, nois
     return Measurements(
         lambda kernel_id, ctx: ask(ctx).times.get(kernel_id),
         _fingerprint(db),
-        noise,
+        NOISE,
         lambda ctx: ask(ctx).notes,
         lambda kernel_id, ctx: ask(ctx).refused.get(kernel_id),
     )

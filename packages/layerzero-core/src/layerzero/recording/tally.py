@@ -12,6 +12,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from layerzero.telemetry.events import counter_value
@@ -63,7 +64,7 @@ class Tally:
         for key in keys:
             if key is not None and dict.get(hot, key) is bound:
                 counter = itertools.count() if counter is None else counter
-                hot[key] = bound.counted(counter)
+                hot[key] = replace(bound, calls=counter)
         with self._lock:
             if counter is not None:
                 next(counter)

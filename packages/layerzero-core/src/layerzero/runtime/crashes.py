@@ -90,11 +90,9 @@ def take_up(registry: KernelRegistry) -> None:
         from layerzero.device.probe import probe_devices
 
         here = {device.signature for device in probe_devices()}
-    blocked: dict[str, str] = {}
-    for entry in meant:
-        if entry.device_signature in here:
-            blocked[entry.kernel_id] = entry.why
-            _log.warning("%s is in quarantine and is not used: %s", entry.kernel_id, blocked[entry.kernel_id])
+    blocked = {entry.kernel_id: entry.why for entry in meant if entry.device_signature in here}
+    for name, why in blocked.items():
+        _log.warning("%s is in quarantine and is not used: %s", name, why)
     state.health.set_quarantined(blocked)
 
 

@@ -13,6 +13,7 @@ from layerzero.model.kernel import BackendSpec
 from layerzero.plugin.enclosure import Enclosure
 from layerzero.plugin.vendor import CLASHES, presence_in
 from layerzero.reasons import Reason, ReasonCode
+from layerzero.runtime.proof_registry import BASELINES, proof_registry
 from layerzero.selection.world import World
 
 
@@ -27,8 +28,6 @@ def with_enclosures(world: World) -> World:
     changed = world.changed(enclosed=found)
     if world.proofs is None:
         return changed
-    from layerzero.runtime.proof_registry import proof_registry
-
     return changed.changed(proofs=proof_registry.of_world(changed))  # a process of its own may have other versions
 
 
@@ -43,7 +42,7 @@ def enclosed(
     for name in sorted({*backends, *kernels.values()}):
         spec = backends.get(name) or BackendSpec(name)
         mode = policy.isolation_of(name)
-        if mode == "in_process" or spec.builtin or name in _BUILT_IN:
+        if mode == "in_process" or spec.builtin or name in BASELINES:
             continue
         entry = policy.isolation_entry(name)
         path = tuple(entry.get("path", ()))
@@ -54,9 +53,6 @@ def enclosed(
             continue
         found[name] = presence_in(spec, Enclosure(path, tuple(entry.get("hide", ()))))
     return MappingProxyType(found)
-
-
-_BUILT_IN = frozenset({"reference", "sdpa", "torch"})
 
 
 def _cannot_stay(spec: BackendSpec, failed: set[ReasonCode], elsewhere: bool) -> bool:

@@ -49,9 +49,9 @@ class Pressure:
         self._until = 0.0
         self._ticking = False
 
-    def wanted(self, world: World, now: float | None = None) -> bool:
+    def wanted(self, world: World) -> bool:
         """Whether free memory plays a part: by policy, or because there was none left a moment ago."""
-        return world.policy.memory_headroom_mb is not None or (time.monotonic() if now is None else now) < self._until
+        return world.policy.memory_headroom_mb is not None or time.monotonic() < self._until
 
     def with_memory(self, world: World) -> World:
         """The World with free memory in it where that is wanted, and without where it is not."""

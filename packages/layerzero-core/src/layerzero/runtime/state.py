@@ -105,10 +105,10 @@ class Runtime:
         return self._world is not None
 
     # -- building --------------------------------------------------------------------------------
-    def load(self, *, again: bool = False) -> World:
+    def load(self) -> World:
         """Discover plugins and build the first World. Safe to call from many threads; runs once."""
         with self._lock:
-            if self._world is not None and not again:
+            if self._world is not None:
                 return self._world
             from layerzero import env
             from layerzero.measurements.database import known_times

@@ -76,10 +76,10 @@ def save_table(table: DispatchTable, path: str | os.PathLike[str]) -> None:
     write_whole(Path(path), json.dumps(table_json(table), indent=1, sort_keys=True) + "\n")
 
 
-def load_table(path: str | os.PathLike[str], *, key: str | os.PathLike[str] | None = None) -> DispatchTable:
+def load_table(path: str | os.PathLike[str]) -> DispatchTable:
     """Read a table. Raises DispatchTableError for a file that is missing, damaged, edited or of another version.
 
-    With a `key` (default: LAYERZERO_TABLE_KEY) a table that is not signed with it is refused, too.
+    Where LAYERZERO_TABLE_KEY names a key a table that is not signed with it is refused, too.
     """
     name = Path(path)
     try:
@@ -87,25 +87,11 @@ def load_table(path: str | os.PathLike[str], *, key: str | os.PathLike[str] | No
     except CapabilitiesError as error:
         code = error.code if error.code.category is ReasonCategory.CONFIG else ReasonCode.PLAN_FILE_INVALID
         raise _bad(name, error.body.removeprefix(": "), code) from None
-    return _trusted(_parsed(name, data), key)
+    return table_from_json(data, name)
 
 
-def table_from_json(data: Any, name: str = "table", *, key: str | os.PathLike[str] | None = None) -> DispatchTable:
+def table_from_json(data: Any, name: Path = Path("table")) -> DispatchTable:
     """A table from its file form, checked like a file: schema, content hash, signature where one is wanted."""
-    return _trusted(_parsed(Path(name), data), key)
-
-
-def _trusted(found: DispatchTable, key: str | os.PathLike[str] | None) -> DispatchTable:
-    trusted = env.read().table_key if key is None else key
-    if trusted is not None:
-        from layerzero.tables.signing import verify
-
-        verify(found.content_hash, found.signature, Path(trusted))
-    return found
-
-
-def _parsed(name: Path, data: Any) -> DispatchTable:
-
     found = data.get("schema_version") if isinstance(data, dict) else None
     if found != SCHEMA_VERSION:
         raise _bad(
@@ -135,6 +121,11 @@ def _parsed(name: Path, data: Any) -> DispatchTable:
     machine = file["hardware_signature"]
     hardware = Hardware(**{**machine, "backends": tuple(sorted(machine["backends"].items()))})
     words = {key: file[key] for key in ("policy_hash", "kernels", "buckets", "model_id", "content_hash", "signature")}
+    key = env.read().table_key
+    if key is not None:
+        from layerzero.tables.signing import verify
+
+        verify(words["content_hash"], words["signature"], Path(key))
     return DispatchTable(hardware=hardware, entries=tuple(entries), **words)
 
 

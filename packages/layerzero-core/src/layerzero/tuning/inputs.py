@@ -70,8 +70,6 @@ class Draw:
     def normal(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
         """Gaussian numbers, contiguous. Integer and boolean dtypes get small whole numbers."""
         wanted = self.dtype() if dtype is None else dtype
-        if self._generator is None:
-            return torch.empty(shape, dtype=wanted, device=self.device)
         drawn_in = wanted if wanted in (torch.float16, torch.bfloat16, torch.float64) else torch.float32
         found = torch.randn(shape, generator=self._generator, device=self.device, dtype=drawn_in)
         found = found.mul_(scale)
@@ -82,13 +80,9 @@ class Draw:
         return found if wanted is drawn_in else found.to(wanted)
 
     def uniform(self, *shape: int) -> Tensor:
-        if self._generator is None:
-            return torch.empty(shape, device=self.device)
         return torch.rand(shape, generator=self._generator, device=self.device)
 
     def integers(self, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        if self._generator is None:
-            return torch.empty(shape, dtype=dtype, device=self.device)
         return torch.randint(max(high, 1), shape, generator=self._generator, device=self.device, dtype=dtype)
 
     def main(self, *shape: int, place: int = 0, axis: int = -2, odd: bool = True) -> Tensor:
