@@ -183,7 +183,7 @@ def moe(
 
 
 # -- what a call must be -------------------------------------------------------------------------------
-def _whole(value: Any, name: str, low: int, high: int) -> None:
+def _whole(value: Any, name: str, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise invalid("TYPE_INVALID", f"{name}: {type(value).__name__}", "an int")
     if not low <= value <= high:
@@ -260,8 +260,7 @@ def _describe_moe(call: Call) -> Context:
     expect_shape(ids, "topk_ids", (tokens, top_k))
     expect_shape(shares, "topk_weights", (tokens, top_k))
     check_floating(expect_tensor(shares, "topk_weights"), "topk_weights")
-    if isinstance(expert_offset, bool) or not isinstance(expert_offset, int):
-        raise invalid("TYPE_INVALID", f"expert_offset: {type(expert_offset).__name__}", "an int")
+    _whole(expert_offset, "expert_offset", -math.inf, math.inf)
     check_devices(x=x, topk_weights=shares, topk_ids=ids)
     dims = {"tokens": tokens, "experts": experts, "top_k": top_k, "hidden": hidden, "inner": inner}
     others = {"gate_up_bias": biases[0], "down_bias": biases[1]}

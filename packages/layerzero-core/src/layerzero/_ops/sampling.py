@@ -20,6 +20,7 @@ from layerzero.model.op import Call, Op, parameters
 from layerzero.model.shapes import ids
 
 Number = float | Tensor
+FILTERS = ("top_k", "top_p", "min_p")
 
 
 def sample_topk(
@@ -85,7 +86,7 @@ def sample(
 
 def check_filters(top_k: Any, top_p: Any, min_p: Any) -> None:
     """Refuse filters that mean nothing; None leaves one out."""
-    for name, value in (("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):
+    for name, value in zip(FILTERS, (top_k, top_p, min_p), strict=True):
         if value is not None:
             check_param(value, name)
 
@@ -137,8 +138,9 @@ def _describer(op: str, names: tuple[str, ...]) -> Callable[[Call], Context]:
         if vocab == 0:
             raise invalid("SHAPE_INVALID", str(tuple(logits.shape)), "[B, V >= 1]", "logits have no vocabulary")
         check_generator(call.args[-1], logits)
-        for name, value in zip(names, call.args, strict=True):  # for plans and for calls whose kernel raised
-            if name in _RANGES and (value is not None or name not in ("top_k", "top_p", "min_p")):
+        given = dict(zip(names, call.args, strict=True))
+        for name, value in given.items():  # for plans and for calls whose kernel raised
+            if name in _RANGES and (value is not None or name not in FILTERS):
                 check_param(value, name)
         params = {f"argument {i}": item for i, item in enumerate(call.args[1:], 1) if isinstance(item, Tensor)}
         for name, item in params.items():
@@ -147,12 +149,7 @@ def _describer(op: str, names: tuple[str, ...]) -> Callable[[Call], Context]:
         needs = {"tensor_params"} if params else set()
         if call.args[-1] is not None:
             needs.add("generator")
-        if op == "sample":
-            needs.update(
-                f"sample_{name}"
-                for name, item in zip(("top_k", "top_p", "min_p"), call.args[1:4], strict=True)
-                if item is not None
-            )
+        needs |= {f"sample_{name}" for name in FILTERS if given.get(name) is not None}
         call = Call(call.args, call.device, call.layout, call.backend, False)  # an index has no gradient
         return simple_context(
             call, op, logits, dict(params), {"batch": batch, "vocab": vocab}, needs, kind=OpKind.SAMPLING, mixed=True

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerzero._ops.sampling import Number, check_filters, check_param
+from layerzero._ops.sampling import FILTERS, Number, check_filters, check_param
 from layerzero._ops.signature import declare, dispatch
 from layerzero.errors import invalid
 from layerzero.model.checks import expect_rank, expect_shape, expect_vocabulary, simple_context
@@ -60,11 +60,11 @@ def _describe_probs(call: Call) -> Context:
     logits = expect_rank(call.args[0], "logits", (2,))
     rows, vocab = logits.shape
     expect_vocabulary(logits, "logits")
-    names = ("top_k", "top_p", "min_p", "temperature")
-    params = {name: item for name, item in zip(names, call.args[1:], strict=True) if isinstance(item, Tensor)}
+    given = dict(zip((*FILTERS, "temperature"), call.args[1:], strict=True))
+    params = {name: item for name, item in given.items() if isinstance(item, Tensor)}
     for name, item in params.items():
         expect_shape(item, name, (rows,))
-    needs = {f"sample_{name}" for name, item in zip(names[:3], call.args[1:4], strict=True) if item is not None}
+    needs = {f"sample_{name}" for name in FILTERS if given[name] is not None}
     if params:
         needs.add("tensor_params")
     dims = {"batch": rows, "vocab": vocab}

@@ -28,11 +28,9 @@ from layerzero.runtime.current import opaque_ops
 from layerzero.torch_ops.functions import functions
 from layerzero.torch_ops.imports import after_import
 
-__all__ = ["NAMESPACE", "adopt", "install"]
+__all__ = ["adopt", "install"]
 
 _log = logging.getLogger("layerzero.torch_ops")
-
-NAMESPACE = "layerzero"
 
 
 class _LazyNamespace(torch._ops._OpNamespace):
@@ -52,8 +50,8 @@ def install(public: Mapping[str, Op], *helpers: Callable[..., Any]) -> None:
     functions.fill(public, helpers)
     for name in public:
         opaque_ops[name] = functools.partial(_bridge, name)
-    if NAMESPACE not in vars(torch.ops):
-        setattr(torch.ops, NAMESPACE, _LazyNamespace(NAMESPACE))
+    if "layerzero" not in vars(torch.ops):
+        torch.ops.layerzero = _LazyNamespace("layerzero")
     untraced = "torch.compile cannot trace LayerZero's ops with this torch; they break graphs"
     uncounted = "torch's FLOP counter knows nothing of LayerZero's ops with this torch"
     after_import("torch._dynamo", functools.partial(_introduce, "dynamo", untraced))
@@ -66,10 +64,9 @@ def adopt(op: Op) -> None:
     if op.fake is None:
         return
     opaque_ops[op.op_id] = functools.partial(_bridge, op.op_id)
-    if "layerzero.torch_ops.library" in sys.modules:
-        sys.modules["layerzero.torch_ops.library"].add(op)
-    if "layerzero.torch_ops.dynamo" in sys.modules:
-        sys.modules["layerzero.torch_ops.dynamo"].add(op)
+    for name in ("layerzero.torch_ops.library", "layerzero.torch_ops.dynamo"):
+        if name in sys.modules:
+            sys.modules[name].add(op)
 
 
 def _bridge(name: str, args: tuple[Any, ...], layout: str | None, backend: str | None) -> Any:

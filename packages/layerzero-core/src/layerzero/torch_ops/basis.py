@@ -45,6 +45,9 @@ _MOST_BYTES = (1 << 63) - 1
 # So many combinations of sizes are tried at most.
 _TRIALS = 300
 
+# What torch puts in place of a number that a graph leaves open, and that number's type.
+_SYMBOLIC: dict[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
 Sizes = Mapping[Any, int]
 
 
@@ -60,7 +63,7 @@ def _nodes(args: Sequence[Any]) -> Iterator[Any]:
     for item in args:
         if isinstance(item, Tensor):
             yield from (part.node for part in (*item.shape, *item.stride()) if isinstance(part, torch.SymInt))
-        elif isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        elif type(item) in _SYMBOLIC:
             yield item.node
         elif isinstance(item, (list, tuple)):
             yield from _nodes(item)
@@ -139,15 +142,14 @@ def _stand_in(item: Any, sizes: Sizes, meta: bool) -> Any:
             raise Impossible(f"{shape} with strides {strides}")
         made = torch.empty_strided(shape, strides, dtype=item.dtype, device="meta" if meta else item.device)
         return made.requires_grad_(True) if item.requires_grad else made
-    if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return _number(item, sizes)
     if isinstance(item, (list, tuple)):
         return type(item)(_stand_in(part, sizes, meta) for part in item)
-    return item
+    return _number(item, sizes)
 
 
 def _number(item: Any, sizes: Sizes) -> Any:
-    if not isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+    make = _SYMBOLIC.get(type(item))
+    if make is None:
         return item
     from sympy import Integer  # type: ignore[import-untyped] # here only: where there are symbols, it is loaded
 
@@ -155,16 +157,7 @@ def _number(item: Any, sizes: Sizes) -> Any:
     expr = node.shape_env.replace(node.expr).xreplace({symbol: Integer(size) for symbol, size in sizes.items()})
     if expr.free_symbols:
         raise Unknown(str(expr))
-    make: Callable[[Any], Any] = (
-        int if isinstance(item, torch.SymInt) else float if isinstance(item, torch.SymFloat) else bool
-    )
     return make(expr)
-
-
-def placed(args: Sequence[Any]) -> torch.device:
-    """The device of the first tensor."""
-    found = next((item.device for item in args if isinstance(item, Tensor)), None)
-    return torch.device("cpu") if found is None else found
 
 
 def signature(args: Sequence[Any]) -> str:
@@ -278,7 +271,7 @@ def answer(question: Question, basis: Callable[[], Basis]) -> str:
 
 
 def _context(spec: OperationSpec, question: Question, sizes: Sizes, world: World) -> Context:
-    where = placed(question.args)
+    where = next((item.device for item in question.args if isinstance(item, Tensor)), torch.device("cpu"))
     device = modes.device_spec(where)
     if where.type == "cuda" and question.op == "attention" and torch.cuda.is_available():
         # torch's own kernels have vetoes of their own (`ops.attention`), which look at where the tensors lie.

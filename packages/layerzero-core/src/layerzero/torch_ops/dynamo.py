@@ -114,22 +114,19 @@ def spelled() -> str:
 
 def write(own: str, form: Callable[..., Any], args: tuple[Any, ...], casts: bool) -> Any:
     """The kernel's own function on canonical arguments, or the op's plain form; `casts` under autocast, as the op."""
-    found = _write(own, form, args, casts)
-    comptime(_tidy)
-    return found
-
-
-def _write(own: str, form: Callable[..., Any], args: tuple[Any, ...], casts: bool) -> Any:
     device = args[0].device
     dtype = autocast_dtype(device)
     if casts and dtype is not None:
         args = tuple(narrowed(item, dtype) for item in args)
     if own == "plain":
-        return form(*args)
-    if dtype is None:
-        return getattr(traced, own)(*args)
-    with torch.autocast(device.type, enabled=False):
-        return getattr(traced, own)(*args)
+        found = form(*args)
+    elif dtype is None:
+        found = getattr(traced, own)(*args)
+    else:
+        with torch.autocast(device.type, enabled=False):
+            found = getattr(traced, own)(*args)
+    comptime(_tidy)
+    return found
 
 
 def write_attention(own: str, args: tuple[Any, ...]) -> Any:

@@ -26,11 +26,10 @@ from layerzero.torch_ops import declared
 from layerzero.torch_ops.functions import functions
 from layerzero.torch_ops.opaque import OpaqueOp, bare, narrowed, present, uncounted
 
-_NAMESPACE = "layerzero"
 _lock = threading.RLock()
 _library: Any = None
 _complete = False
-_namespace = torch._ops._OpNamespace(_NAMESPACE)
+_namespace = torch._ops._OpNamespace("layerzero")
 
 
 def opaque_ops() -> list[OpaqueOp]:
@@ -47,10 +46,10 @@ def register() -> None:
         if _library is not None:
             return  # this thread is at it: torch looks ops up by name while they are being defined
         make: Any = torch.library.Library
-        _library = make(_NAMESPACE, "FRAGMENT")  # kept: an op lives as long as its Library
+        _library = make("layerzero", "FRAGMENT")  # kept: an op lives as long as its Library
         for op in opaque_ops():
             _define(_library, op)
-        setattr(torch.ops, _NAMESPACE, _namespace)
+        torch.ops.layerzero = _namespace
         _complete = True
 
 
@@ -74,7 +73,7 @@ def _define(library: Any, op: OpaqueOp) -> None:
         tags.append(torch.Tag.nondeterministic_seeded)
     library.define(op.name + op.signature, tags=tuple(tags))
     _define_call(library, op, tags)
-    full = f"{_NAMESPACE}::{op.name}"
+    full = f"layerzero::{op.name}"
     overload = getattr(_namespace, op.name).default
     count = len(overload._schema.arguments)
     library.impl(op.name, _below_autograd(op.run, count), "CompositeExplicitAutograd")
@@ -98,7 +97,7 @@ def _define_call(library: Any, op: OpaqueOp, tags: list[Any]) -> None:
     overload = getattr(_namespace, op.name).call
     count = len(overload._schema.arguments)
     library.impl(name, run or _direct(op.run, count), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{_NAMESPACE}::{name}", _filled(fake, count), lib=library)
+    torch.library.register_fake(f"layerzero::{name}", _filled(fake, count), lib=library)
     library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     for kind in ("CPU", "CUDA", "XPU"):
         library.impl(name, _autocast(overload, kind, op), f"Autocast{kind}")
@@ -133,7 +132,7 @@ def _define_backward(library: Any, op: OpaqueOp, count: int) -> None:
 
     library.impl(name, run, "CompositeExplicitAutograd")
     library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=library)
+    torch.library.register_fake(f"layerzero::{name}", fake, lib=library)
 
 
 # -- running ---------------------------------------------------------------------------------------

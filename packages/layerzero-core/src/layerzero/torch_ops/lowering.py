@@ -8,7 +8,7 @@ out and a weight that may be quantized make an op of their own each: another num
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +65,7 @@ class Variant(NamedTuple):
         return [i for i, place in enumerate(places) if place.startswith("Tensor")]
 
 
+# Of a batch the places are its first fields: three tensors, then what the host knows of them.
 _PAGED = (
     "Tensor block_tables", "Tensor context_lens", "Tensor? query_lens", "SymInt[]? context_lens_host",
     "SymInt[]? query_lens_host",
@@ -79,6 +80,9 @@ _QUANTIZED = (
 )  # fmt: skip
 
 
+_BATCHES = {"PagedBatch": ("make_paged_batch", _PAGED), "GroupedBatch": ("make_grouped_batch", _GROUPED)}
+
+
 def _names(places: tuple[str, ...]) -> str:
     return ", ".join(place.split(" ")[1] for place in places)
 
@@ -87,15 +91,12 @@ def _part(op: Op, name: str) -> Part:
     given = op.signature.parameters
     text = annotation_text(given[name].annotation)
     words = set(re.findall(r"[A-Za-z]\w*", text))
-    if "PagedBatch" in words:
-        loose = ", context_lens" if "context_lens" in given else ""
-        return Part(
-            _PAGED, f"*paged_parts({name}{loose})", f"batch_of({_names(_PAGED)})", False, "None", "context_lens_host"
-        )
-    if "GroupedBatch" in words:
-        loose = ", cu_seqlens_k, kv_lens" if "kv_lens" in given else ""
-        back = f"grouped_of({_names(_GROUPED)})"
-        return Part(_GROUPED, f"*grouped_parts({name}{loose})", back, False, "None", "kv_lens_host")
+    for kind in words & _BATCHES.keys():
+        make, places = _BATCHES[kind]
+        names = _names(places).split(", ")
+        loose = "".join(f", {place}" for place in names if place in given)
+        back = f"batch_of({make}, {kind}, {', '.join(names)})"
+        return Part(places, f"*batch_parts({name}, {names}{loose})", back, False, "None", names[-1])
     if "QuantizedTensor" in words and "Tensor" not in words:
         return Part(_QUANTIZED, f"*quantized_parts({name})", f"quantized_of({_names(_QUANTIZED)})")
     if "BlockMask" in words:
@@ -136,11 +137,8 @@ def variants(op: Op) -> list[Variant]:
     given = op.signature.parameters
     fixed = {name: word for name, word in (("generator", "None"), ("inplace", "False")) if name in given}
     fixed |= {name: repr(default) for name, default in left_out(op).items()}
-    loose = {
-        name: "None"
-        for name in given
-        if name not in op.arguments and {"context_lens", "cu_seqlens_k", "kv_lens"} & {name}
-    }
+    beside = ("context_lens", "cu_seqlens_k", "kv_lens")
+    loose = {name: "None" for name in beside if name in given and name not in op.arguments}
     left = {"backend", "return_lse", *fixed, *loose}
     mixed = [name for name in given if "QuantizedTensor" in (text := annotation_text(given[name].annotation)) and
              "Tensor |" in text]  # fmt: skip
@@ -236,37 +234,20 @@ def as_tensor(values: Tensor | Sequence[int], like: Tensor) -> Tensor:
     return made.to(like.device)
 
 
-def paged_parts(batch: PagedBatch | Tensor, context_lens: Tensor | None = None) -> tuple[Any, ...]:
-    """A batch of pages, planned or as its two tensors."""
-    if not isinstance(batch, PagedBatch):
-        return batch, context_lens, None, None, None
-    hosts = list(batch.context_lens_host), list(batch.query_lens_host)
-    return batch.block_tables, batch.context_lens, batch.query_lens, *hosts
+def batch_parts(batch: Any, names: Sequence[str], *loose: Tensor | None) -> list[Any]:
+    """A batch of pages or of groups, planned or as its tensors."""
+    if isinstance(batch, (PagedBatch, GroupedBatch)):
+        fields = [getattr(batch, name) for name in names]
+        return [list(item) if isinstance(item, tuple) else item for item in fields]
+    return [batch, *loose, *[None] * (len(names) - 1 - len(loose))]
 
 
-def batch_of(tables: Tensor, context_lens: Tensor, query_lens: Tensor | None, *hosts: Any) -> PagedBatch:
-    """The batch those parts describe; without host lengths it is planned here, which waits for the device."""
-    if hosts[0] is None or hosts[1] is None:
-        return make_paged_batch(tables, context_lens, query_lens)
-    return PagedBatch(tables, context_lens, query_lens, tuple(hosts[0]), tuple(hosts[1]))
-
-
-def grouped_parts(
-    batch: GroupedBatch | Tensor, cu_seqlens_k: Tensor | None = None, kv_lens: Tensor | None = None
-) -> tuple[Any, ...]:
-    """A grouped batch, planned or as its three tensors."""
-    if not isinstance(batch, GroupedBatch):
-        return batch, cu_seqlens_k, kv_lens, None, None, None
-    hosts = list(batch.cu_seqlens_q_host), list(batch.cu_seqlens_k_host), list(batch.kv_lens_host)
-    return batch.cu_seqlens_q, batch.cu_seqlens_k, batch.kv_lens, *hosts
-
-
-def grouped_of(offsets_q: Tensor, offsets_k: Tensor, kv_lens: Tensor, *hosts: Any) -> GroupedBatch:
+def batch_of(make: Callable[..., Any], kind: Callable[..., Any], *parts: Any) -> Any:
     """The batch those parts describe; without host numbers it is planned here, which waits for the device."""
-    q_host, k_host, lens_host = hosts
-    if q_host is None or k_host is None or lens_host is None:
-        return make_grouped_batch(offsets_q, offsets_k, kv_lens)
-    return GroupedBatch(offsets_q, offsets_k, kv_lens, tuple(q_host), tuple(k_host), tuple(lens_host))
+    tensors, hosts = parts[:3], parts[3:]
+    if any(host is None for host in hosts):
+        return make(*tensors)
+    return kind(*tensors, *(tuple(host) for host in hosts))
 
 
 def planned(host: Any) -> None:
@@ -337,8 +318,8 @@ def copied(targets: tuple[Tensor | None, ...], found: tuple[Tensor, ...]) -> tup
 HELPERS = {
     item.__name__: item
     for item in (
-        causal_word, sides, pair, written_out, split, either, as_tensor, paged_parts, batch_of, grouped_parts,
-        grouped_of, planned, quantized_parts, quantized_of, weight_parts, weight_of, scheme_of, assembled, no_generator,
-        lie_apart, copied,
+        causal_word, sides, pair, written_out, split, either, as_tensor, batch_parts, batch_of, PagedBatch,
+        make_paged_batch, GroupedBatch, make_grouped_batch, planned, quantized_parts, quantized_of, weight_parts,
+        weight_of, scheme_of, assembled, no_generator, lie_apart, copied,
     )
 }  # fmt: skip

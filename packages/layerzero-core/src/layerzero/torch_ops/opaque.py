@@ -62,12 +62,7 @@ def narrowed(item: Any, dtype: torch.dtype) -> Any:
 def differentiable(backend: str | None, *tensors: Tensor | None) -> bool:
     """Whether to trace plain torch instead of the opaque op."""
     # The flag behind torch.compiler.is_exporting(), which older Dynamos take for true in any graph.
-    if backend is not None or not torch.is_grad_enabled() or torch.compiler._is_exporting_flag:
-        return False
-    for tensor in tensors:
-        if tensor is not None and tensor.requires_grad:
-            return True
-    return False
+    return backend is None and not torch.compiler._is_exporting_flag and recorded(*tensors)
 
 
 def recorded(*args: Any) -> bool:

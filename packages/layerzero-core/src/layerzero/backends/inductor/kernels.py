@@ -92,19 +92,12 @@ def _gated(name: str, x: Tensor) -> Tensor:
     return _rows(name, (x,), (), None)[0].view(*x.shape[:-1], x.shape[-1] // 2)
 
 
+silu_and_mul, relu_and_mul = partial(_gated, "silu_and_mul"), partial(_gated, "relu_and_mul")
+
+
 def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
     """GeGLU, either formula."""
     return _gated("gelu_tanh_and_mul" if approximate == "tanh" else "gelu_and_mul", x)
-
-
-def silu_and_mul(x: Tensor) -> Tensor:
-    """SwiGLU."""
-    return _gated("silu_and_mul", x)
-
-
-def relu_and_mul(x: Tensor) -> Tensor:
-    """ReGLU."""
-    return _gated("relu_and_mul", x)
 
 
 def rope(

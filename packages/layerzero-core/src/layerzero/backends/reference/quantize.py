@@ -40,7 +40,6 @@ LARGEST = {
     QuantFormat.FP8_E5M2: 57344.0,
     QuantFormat.NF4: 1.0,
 }
-_E4M3_MAX = 448.0
 _E8M0_BIAS = 127
 _E8M0_NAN = 255
 _TINY = 2.0**-126
@@ -161,8 +160,8 @@ def _e4m3_scale(peak: Tensor) -> tuple[Tensor, Tensor]:
     """
     finite = torch.where(peak.isfinite(), peak, 0.0)
     largest = finite.amax() if peak.numel() else peak.new_zeros(())
-    tensor_scale = _at_least_tiny(largest / (E2M1_VALUES[-1] * _E4M3_MAX))
-    block = (finite / E2M1_VALUES[-1] / tensor_scale).clamp(max=_E4M3_MAX)
+    tensor_scale = _at_least_tiny(largest / (E2M1_VALUES[-1] * LARGEST[QuantFormat.FP8_E4M3]))
+    block = (finite / E2M1_VALUES[-1] / tensor_scale).clamp(max=LARGEST[QuantFormat.FP8_E4M3])
     stored = to_odd(torch.where(peak.isfinite(), block, torch.nan)).to(torch.float8_e4m3fn)
     return stored, tensor_scale
 

@@ -30,20 +30,7 @@ Spans = tuple[tuple[int, int], tuple[int, int]]
 
 
 def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    is_causal: bool | str,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    softcap: float | None,
-    alibi_slopes: Tensor | None,
-    return_lse: bool,
-    sinks: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *rest: Any
 ) -> Attended:
     """Attention of packed queries [Tq, Hq, D] over packed keys [Tk, Hkv, D] and values [Tk, Hkv, Dv].
 
@@ -51,13 +38,11 @@ def varlen_attention(
     cannot read the offsets (a captured graph, a transform) the masked form computes the same in more memory.
     """
     if not _readable(cu_seqlens_q, cu_seqlens_k):
-        return varlen_masked(
-            query, key, value, cu_seqlens_q, cu_seqlens_k, None, None, is_causal, scale, window, softcap, alibi_slopes,
-            return_lse, sinks,
-        )  # fmt: skip
+        return varlen_masked(query, key, value, cu_seqlens_q, cu_seqlens_k, *rest)
+    _, _, is_causal, scale, window, softcap, alibi_slopes, return_lse, *sinks = rest
 
     def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> Attended:
-        return attention(q, k, v, None, 0.0, is_causal, scale, window, softcap, slopes, return_lse, sinks)
+        return attention(q, k, v, None, 0.0, is_causal, scale, window, softcap, slopes, return_lse, *sinks)
 
     return each_packed(attend, query, key, value, spans_of(cu_seqlens_q, cu_seqlens_k), alibi_slopes, return_lse)
 
@@ -264,22 +249,16 @@ def _on_device(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Pag
     slot = torch.arange(keys.shape[2], device=query.device)
     last = position if is_causal else position + behind.unsqueeze(-1)  # the newest token of the sequence
     allowed = slot <= last
-    if window is not None and window[0] >= 0:
-        allowed &= slot >= position - window[0]
-    if window is not None and window[1] >= 0:
-        allowed &= slot <= position + window[1]
+    if window is not None:
+        allowed &= inside(slot - position, False, window)
     keys, values = scaled(keys, k_scale, query), scaled(values, v_scale, query)
     mask = allowed[:, None, None, :]
     if alibi_slopes is not None:
         slopes = alibi_slopes[rows] if alibi_slopes.dim() == 2 else alibi_slopes.unsqueeze(0)
         bias = -slopes.unsqueeze(-1) * (position - slot).abs().unsqueeze(1)
         mask = bias.unsqueeze(2).masked_fill(~mask, -torch.inf)
-    result = attention(
-        query.unsqueeze(2), keys, values, mask, 0.0, False, scale, None, softcap, None, return_lse, sinks
-    )
-    if isinstance(result, tuple):
-        return result[0].squeeze(2), result[1].squeeze(2)
-    return result.squeeze(2)
+    found = attention(query.unsqueeze(2), keys, values, mask, 0.0, False, scale, None, softcap, None, return_lse, sinks)
+    return packed((found,), query, value_cache, return_lse)
 
 
 def all_pages(cache: Tensor, pages: Tensor, layout: str) -> Tensor:
