@@ -175,13 +175,13 @@ def _policy_files(now: Situation) -> list[Check]:
 
 
 # -- health ------------------------------------------------------------------------------------------------------
-def health(now: Situation, file: Path | None = None, policy: Policy | None = None) -> list[Check]:
+def health(now: Situation, policy: Policy | None = None) -> list[Check]:
     """Open breakers, kernels that could not be bound, and the quarantine file.
 
     An entry that keeps nothing from running is listed as such: `policy` (default: the one in force) keeps its kernel
     out anyway, or this machine has another version of it or another device.
     """
-    kept = file or place()
+    kept = place()
     away = () if kept is None else _quarantine(now, kept, policy or now.world.policy)
     lost = [(f"device {device}", why) for device, why in state.lost.items()]
     gone, unbindable = (

@@ -51,7 +51,7 @@ def install(public: Mapping[str, Op], *helpers: Callable[..., Any]) -> None:
     for name in public:
         opaque_ops[name] = functools.partial(_bridge, name)
     if "layerzero" not in vars(torch.ops):
-        torch.ops.layerzero = _LazyNamespace("layerzero")
+        vars(torch.ops)["layerzero"] = _LazyNamespace("layerzero")
     untraced = "torch.compile cannot trace LayerZero's ops with this torch; they break graphs"
     uncounted = "torch's FLOP counter knows nothing of LayerZero's ops with this torch"
     after_import("torch._dynamo", functools.partial(_introduce, "dynamo", untraced))

@@ -49,7 +49,7 @@ def register() -> None:
         _library = make("layerzero", "FRAGMENT")  # kept: an op lives as long as its Library
         for op in opaque_ops():
             _define(_library, op)
-        torch.ops.layerzero = _namespace
+        vars(torch.ops)["layerzero"] = _namespace
         _complete = True
 
 
