@@ -20,7 +20,7 @@ from layerzero.reasons import reason
 from layerzero_cli.output import show
 from layerzero_tune.cli import demo
 from layerzero_tune.demo import tour as demo_tour
-from layerzero_tune.demo.block import KVCache, PlainTorch, Sizes, Weights, forward, sizes_for
+from layerzero_tune.demo.block import KVCache, Model, PlainTorch, Sizes, Weights, forward, sizes_for
 from layerzero_tune.demo.page import render
 from layerzero_tune.demo.stations import DECODE, PREFILL, Check, Tour, blocks, duration, notes, summary, verdict
 
@@ -88,7 +88,7 @@ def test_the_tour_leaves_no_trace_in_the_random_state_and_draws_the_same_tokens_
     before = torch.random.get_rng_state()
     tokens = []
     for _ in range(2):
-        model = demo_tour._Model(sizes, torch.device("cpu"), torch.float32)
+        model = Model(sizes, torch.device("cpu"), torch.float32)
         with torch.no_grad():
             tokens.append(int(model.prefill(lz).token))
     assert tokens[0] == tokens[1]

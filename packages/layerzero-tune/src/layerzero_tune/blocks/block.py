@@ -37,6 +37,18 @@ class Step:
     def reads(self) -> tuple[str, ...]:
         return tuple(item.name for item in self.args if isinstance(item, Ref))
 
+    @property
+    def heads_first(self) -> int:
+        """How many of its first arguments it takes with the heads before the tokens; its results come so too."""
+        if self.layout in (None, "BSHD"):
+            return 0
+        return min(len(self.args), 3 if self.op == "attention" else 2)
+
+    @property
+    def op_layout(self) -> str | None:
+        """The layout an attention step is described with."""
+        return self.layout.removesuffix(" copied") if self.op == "attention" and self.layout is not None else None
+
     def words(self) -> str:
         """For people: `q, k = rope(q, k, cos, sin)`."""
         return f"{', '.join(self.outputs)} = {self.op}({', '.join(self.reads())})"
@@ -193,17 +205,10 @@ def glue(op: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(x.split(sizes, dim=-1))
 
 
-def heads_first(step: Step) -> int:
-    """How many of its first arguments a step takes with the heads before the tokens; its results come so too."""
-    if step.layout in (None, "BSHD"):
-        return 0
-    return min(len(step.args), 3 if step.op == "attention" else 2)
-
-
 def arguments(step: Step, tensors: Mapping[str, Any]) -> tuple[Any, ...]:
     """Canonical arguments of a step. Where the step looks at heads first, q, k and v come as such views."""
     found = tuple(tensors.get(item.name) if isinstance(item, Ref) else item for item in step.args)
-    count = heads_first(step)
+    count = step.heads_first
     if not count:
         return found
     turned = tuple(None if item is None else item.transpose(1, 2) for item in found[:count])
@@ -212,15 +217,10 @@ def arguments(step: Step, tensors: Mapping[str, Any]) -> tuple[Any, ...]:
     return (*turned, *found[count:])
 
 
-def op_layout(step: Step) -> str | None:
-    """The layout an attention step is described with."""
-    return step.layout.removesuffix(" copied") if step.op == "attention" and step.layout is not None else None
-
-
 def results(step: Step, out: Any) -> tuple[Any, ...]:
     """A step's results by position, tokens first again."""
     found = out if isinstance(out, tuple) else (out,)
-    if not heads_first(step):
+    if not step.heads_first:
         return found
     return tuple(None if item is None else item.transpose(1, 2) for item in found)
 

@@ -22,7 +22,7 @@ import torch
 from layerzero.dispatch.bind import Bound
 from layerzero.dispatch.run import current_world, recover
 from layerzero.model.op import OperationSpec
-from layerzero_tune.blocks.block import ACTIVATIONS, Block, Ref, Step, heads_first, op_layout, unread
+from layerzero_tune.blocks.block import ACTIVATIONS, Block, Ref, Step, unread
 
 Line = tuple[Step, OperationSpec | None, Bound | None]
 """A step with the kernel that runs it; glue has none."""
@@ -79,7 +79,7 @@ def _step(line: Line, names: _Names) -> Iterator[str]:
         yield f"{outputs} = {_glue(step, names)}"
         return
     args = [names.of_argument(item) for item in step.args]
-    count = heads_first(step)
+    count = step.heads_first
     if count:
         ending = ".contiguous()" if step.layout == "BHSD copied" else ""
         views = [names.fresh(f"{step.op}_{number}") for number in range(count)]
@@ -99,7 +99,7 @@ def _step(line: Line, names: _Names) -> Iterator[str]:
 
 
 def _instead(step: Step, spec: OperationSpec, bound: Bound) -> Callable[..., Any]:
-    layout = op_layout(step)
+    layout = step.op_layout
 
     def instead(error: Exception, *args: Any) -> Any:
         return recover(spec, current_world(), bound, args, layout, None, error)

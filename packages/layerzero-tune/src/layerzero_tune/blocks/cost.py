@@ -26,6 +26,7 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import Op
 from layerzero.numerics import compare, tolerance
 from layerzero.selection.world import World
+from layerzero.tuning.truth import flat
 from layerzero_tune.timing.clock import clock_for
 from layerzero_tune.timing.launches import with_launch
 from layerzero_tune.timing.race import without_common_mode
@@ -168,7 +169,7 @@ class Meter:
         if swap:
             expected = expected.transpose(1, 2)
         bound = tolerance(ctx.op, ctx.dtype, k=ctx.dim("inner") or ctx.dim("k") or ctx.dim("hidden"))
-        pairs = zip(_tensors(found), _tensors(expected), strict=True)
+        pairs = zip(flat(found), flat(expected), strict=True)
         return all(compare(one, other, bound).ok for one, other in pairs)
 
     def _estimate(self, kernel: KernelSpec, ctx: Context, args: tuple[Any, ...]) -> float:
@@ -185,7 +186,3 @@ class Meter:
 
 def _key(kernel: KernelSpec, ctx: Context, args: tuple[Any, ...]) -> Any:
     return kernel.kernel_id, ctx, tuple((t.shape, t.stride()) for t in tensors_of(args))
-
-
-def _tensors(out: Any) -> list[Tensor]:
-    return [item for item in (out if isinstance(out, tuple) else (out,)) if isinstance(item, Tensor)]

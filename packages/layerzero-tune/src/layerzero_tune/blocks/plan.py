@@ -15,13 +15,7 @@ from torch.autograd import forward_ad
 from layerzero.dispatch.bind import Bound, bind
 from layerzero.dispatch.modes import carries_tangent, tensors_of
 from layerzero.dispatch.run import current_world, decide
-from layerzero.errors import (
-    BackendNotAvailableError,
-    InvalidInputError,
-    KernelExecutionError,
-    PlanMismatchError,
-    invalid,
-)
+from layerzero.errors import BackendNotAvailableError, KernelExecutionError, PlanMismatchError, invalid
 from layerzero.selection.world import World
 from layerzero.torch_ops.imports import after_import
 from layerzero_cli.output import Line, Table, show
@@ -266,7 +260,7 @@ def plan_block(
     anything changes that selection depends on. `check=True` verifies the inputs of each call.
     """
     if not isinstance(block, Block):
-        raise InvalidInputError(code="TYPE_INVALID", value=type(block).__name__, limit="a layerzero_tune.blocks.Block")
+        raise invalid("TYPE_INVALID", type(block).__name__, "a layerzero_tune.blocks.Block")
     block.check(tensors)
     world = current_world()
     measure = world.policy.plan_mode if measure is None else measure

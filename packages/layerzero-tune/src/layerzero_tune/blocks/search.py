@@ -28,19 +28,7 @@ from layerzero.model.op import OperationSpec
 from layerzero.runtime.state import state
 from layerzero.selection.engine import refuse
 from layerzero.selection.world import World, unchecked
-from layerzero_tune.blocks.block import (
-    GLUE,
-    Block,
-    Step,
-    Stretch,
-    arguments,
-    glue,
-    heads_first,
-    op_layout,
-    results,
-    stretches,
-    unread,
-)
+from layerzero_tune.blocks.block import GLUE, Block, Step, Stretch, arguments, glue, results, stretches, unread
 from layerzero_tune.blocks.cost import Candidate, Cost, Meter
 from layerzero_tune.timing.clock import Clock, clock_for
 
@@ -58,10 +46,6 @@ class Taken:
     bound: Bound | None = None
     # Kernels that may stand here as well: they leave their results alike, and none is out of the question.
     rivals: tuple[Bound, ...] = field(default=(), repr=False, compare=False)
-
-    @property
-    def chosen(self) -> str:
-        return "" if self.bound is None else self.bound.decision.chosen
 
     @property
     def kernel_id(self) -> str:
@@ -174,7 +158,7 @@ def _edges(
                 grown.append(((*taken, item), {**known, **dict(zip(step.outputs, outs, strict=True))}))
         ways = grown
     for taken, known in ways:
-        own = not stretch.rule and all(item.bound is None or item.kernel_id == item.chosen for item in taken)
+        own = not stretch.rule and all(t.kernel_id == t.bound.decision.chosen for t in taken if t.bound is not None)
         yield Edge(start, start + stretch.length, stretch.rule, taken, other=not own), known
 
 
@@ -189,7 +173,7 @@ def _ways(
         yield Taken(step, cost), outs
         return
     spec = world.ops[step.op]
-    layout = op_layout(step)
+    layout = step.op_layout
     ctx = describe(spec, args, layout, None, world)
     decision = decide(spec, ctx, world)
     if not decision.chosen:
@@ -239,7 +223,7 @@ def _ways(
 
 def _turning(step: Step, tensors: Mapping[str, Any], meter: Meter) -> float:
     """What it takes to look at tensors, or to copy them, with the heads first: five views are as long as a launch."""
-    count = heads_first(step)
+    count = step.heads_first
     if not count:
         return 0.0
     first = replace(step, args=step.args[:count])

@@ -177,6 +177,32 @@ def forward(
     return Output(token, dense, paged)
 
 
+class Model:
+    """The block with its weights and its prompt on one device."""
+
+    def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
+        self.sizes, self.device, self.dtype = sizes, device, dtype
+        self.weights = Weights.make(sizes, device, dtype)
+        drawn = torch.randint(sizes.vocab, (1, sizes.prompt), generator=torch.Generator().manual_seed(SEED))
+        self.prompt = drawn.to(device)
+
+    def cache(self) -> KVCache:
+        return KVCache(self.sizes, self.device, self.dtype)
+
+    def generator(self) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(SEED)
+
+    def run(self, ops: Any, cache: KVCache, ids: Tensor, generator: torch.Generator) -> Output:
+        return forward(ops, self.weights, self.sizes, cache, ids, generator)
+
+    def prefill(self, ops: Any) -> Output:
+        return self.run(ops, self.cache(), self.prompt, self.generator())
+
+    def sync(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call of an op, kept to be explained, checked and timed afterwards."""
@@ -184,7 +210,6 @@ class Call:
     op: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    out: Any
 
 
 class Recorder:
@@ -199,7 +224,7 @@ class Recorder:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             out = function(*args, **kwargs)
-            self.calls.append(Call(op, args, kwargs, out))
+            self.calls.append(Call(op, args, kwargs))
             return out
 
         return call

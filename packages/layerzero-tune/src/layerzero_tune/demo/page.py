@@ -13,17 +13,7 @@ from layerzero.model.decision import Candidate
 from layerzero_cli.html import breakable as _kernel
 from layerzero_cli.html import escaped as _e
 from layerzero_cli.html import page
-from layerzero_tune.demo.stations import (
-    GROUPS,
-    Stop,
-    Tour,
-    check_word,
-    decode_lines,
-    duration,
-    introduction,
-    notes,
-    verdict,
-)
+from layerzero_tune.demo.stations import GROUPS, Stop, Tour, decode_lines, duration, introduction, notes, verdict
 from layerzero_tune.report.data import backend as _backend
 
 _COLOURS = 6
@@ -135,7 +125,7 @@ def _op(stop: Stop, colours: dict[str, str]) -> str:
         f'<span class="chip" style="--c:{_colour(stop.kernel, colours)}">{_kernel(stop.kernel)}</span>'
         f'<div class="bars">{bars}</div>'
         f'<div class="says"><span class="{_e(speed)}">{_e(stop.verdict)}</span>'
-        f'<span class="{"right" if stop.check.ok else "wrong"}">{_e(check_word(stop.check))}</span></div></summary>'
+        f'<span class="{"right" if stop.check.ok else "wrong"}">{_e(stop.check.word)}</span></div></summary>'
         f'<div class="body"><p>{_e(station.lesson)}</p>'
         f'<p class="soft"><code>lz.{_e(station.op)}</code> on {_e(stop.shape)}. '
         f"Check: {_e(stop.check.detail)}; largest error {stop.check.max_error:.1e}.</p>{said}"

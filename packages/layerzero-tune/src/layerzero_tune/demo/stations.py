@@ -50,6 +50,13 @@ class Check(Plain):
     max_error: float
     detail: str
 
+    @property
+    def word(self) -> str:
+        """The outcome in a word."""
+        if not self.ok:
+            return f"WRONG, {self.max_error:.0e}"
+        return "ok, exact" if self.max_error == 0 else f"ok, {self.max_error:.0e}"
+
 
 @dataclass(frozen=True, slots=True)
 class Stop(Plain):
@@ -190,13 +197,6 @@ def duration(us: float) -> str:
     return f"{us / 1e6:.3g} s"
 
 
-def check_word(check: Check) -> str:
-    """The outcome of a check in a word."""
-    if not check.ok:
-        return f"WRONG, {check.max_error:.0e}"
-    return "ok, exact" if check.max_error == 0 else f"ok, {check.max_error:.0e}"
-
-
 def introduction(tour: Tour) -> str:
     """What was built, in one sentence."""
     sizes = tour.sizes
@@ -212,7 +212,7 @@ def _row(stop: Stop, *, narrow: bool) -> tuple[str | Cell, ...]:
     title = stop.station.title
     first: tuple[str | Cell, ...] = (f"{title}\n  {kernel}",) if narrow else (title, Cell(kernel, "cyan"))
     speed = "green" if "faster" in stop.verdict else "yellow" if "slower" in stop.verdict else "dim"
-    check = Cell(check_word(stop.check), "green" if stop.check.ok else "bold red")
+    check = Cell(stop.check.word, "green" if stop.check.ok else "bold red")
     return (*first, duration(stop.lz_us), Cell(duration(stop.torch_us), "dim"), Cell(stop.verdict, speed), check)
 
 

@@ -23,18 +23,7 @@ from layerzero.numerics import compare, tolerance
 from layerzero.runtime.state import state
 from layerzero.tuning.inputs import Call as Inputs
 from layerzero.tuning.truth import reduction
-from layerzero_tune.demo.block import (
-    SEED,
-    Call,
-    KVCache,
-    Output,
-    PlainTorch,
-    Recorder,
-    Sizes,
-    Weights,
-    forward,
-    sizes_for,
-)
+from layerzero_tune.demo.block import Call, Model, PlainTorch, Recorder, sizes_for
 from layerzero_tune.demo.stations import DECODE, PREFILL, Check, DecodeStep, Station, Stop, Tour
 from layerzero_tune.draws import gate
 from layerzero_tune.timing.race import race
@@ -53,7 +42,7 @@ def take(device: str | None, *, quick: bool, tick: Callable[[str], None]) -> Tou
     sizes = sizes_for(spec.device_type, quick=quick)
     with torch.no_grad():
         tick("building the block")
-        model = _Model(sizes, where, dtype)
+        model = Model(sizes, where, dtype)
         tick("prefill")
         recorder = Recorder(lz)
         first, _ = _timed(model.prefill, recorder, sync=model.sync)
@@ -86,34 +75,8 @@ def take(device: str | None, *, quick: bool, tick: Callable[[str], None]) -> Tou
     )
 
 
-class _Model:
-    """The block with its weights and its prompt on one device."""
-
-    def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
-        self.sizes, self.device, self.dtype = sizes, device, dtype
-        self.weights = Weights.make(sizes, device, dtype)
-        drawn = torch.randint(sizes.vocab, (1, sizes.prompt), generator=torch.Generator().manual_seed(SEED))
-        self.prompt = drawn.to(device)
-
-    def cache(self) -> KVCache:
-        return KVCache(self.sizes, self.device, self.dtype)
-
-    def generator(self) -> torch.Generator:
-        return torch.Generator(self.device).manual_seed(SEED)
-
-    def run(self, ops: Any, cache: KVCache, ids: Tensor, generator: torch.Generator) -> Output:
-        return forward(ops, self.weights, self.sizes, cache, ids, generator)
-
-    def prefill(self, ops: Any) -> Output:
-        return self.run(ops, self.cache(), self.prompt, self.generator())
-
-    def sync(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-
-
 # -- decoding ------------------------------------------------------------------------------------
-def _decode(model: _Model) -> tuple[tuple[DecodeStep, ...], Check, list[Call], dict[str, int]]:
+def _decode(model: Model) -> tuple[tuple[DecodeStep, ...], Check, list[Call], dict[str, int]]:
     """Decode with LayerZero and with plain torch, step by step in turn, and count what dispatch had to do."""
     ours, theirs = model.cache(), model.cache()
     generator, other = model.generator(), model.generator()

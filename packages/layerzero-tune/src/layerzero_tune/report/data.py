@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import geometric_mean
 from typing import Any
 
 from layerzero.errors import ConfigurationError
@@ -149,12 +150,6 @@ class Figures:
         }
 
 
-def geomean(values: Iterable[float]) -> float:
-    """The geometric mean; 1 of nothing."""
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs)) if logs else 1.0
-
-
 def figures(cases: Sequence[Measured]) -> Figures:
     """What the page and the benchmark say about cases."""
     timed = [case for case in cases if case.chosen in case.kernels]
@@ -169,7 +164,7 @@ def figures(cases: Sequence[Measured]) -> Figures:
     return Figures(
         len(timed),
         _share([(case, case.chosen_us, True) for case in timed], oracle=True),
-        geomean(against.values()) if against else None,
+        geometric_mean(against.values()) if against else None,
         slowest,
         _share([(case, case.chosen_us, True) for case in timed]),
         {name: item for name, item in libraries.items() if item is not None},
@@ -190,7 +185,7 @@ def _share(items: Sequence[tuple[Measured, float, bool]], *, oracle: bool = Fals
     if not ratios:
         return None
     worst = max(ratios, key=lambda name: ratios[name])
-    return Share(geomean(ratios.values()), ratios[worst], worst, sum(used for *_, used in items), len(ratios))
+    return Share(geometric_mean(ratios.values()), ratios[worst], worst, sum(used for *_, used in items), len(ratios))
 
 
 def phase(case: Measured) -> str:

@@ -19,7 +19,6 @@ import torch
 Clock = Callable[[Callable[[], Any], int], float]
 """(call, how often) -> µs a call."""
 
-MODES = ("eager", "graph")
 RULES = {
     "cpu/eager": "mean of calls that follow each other, all a caller waits for",
     "cuda/eager": "the device's time with a cold cache, or the launch where the host takes longer for it",

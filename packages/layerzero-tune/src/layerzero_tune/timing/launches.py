@@ -15,6 +15,7 @@ launch. Those that come out close are timed again among themselves, in several l
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,19 +37,15 @@ Pacer = Callable[[], float]
 """How many times longer than at its quickest the host takes for the same work, now."""
 
 
-class _Quickest:
+_quickest_ns = math.inf
+
+
+def host_pace() -> float:
     """The host's pace against the quickest of this process."""
-
-    def __init__(self) -> None:
-        self._ns = 0
-
-    def __call__(self) -> float:
-        now = pace(3)
-        self._ns = min(now, self._ns or now)
-        return now / self._ns
-
-
-host_pace: Pacer = _Quickest()
+    global _quickest_ns
+    now = pace(3)
+    _quickest_ns = min(now, _quickest_ns)
+    return now / _quickest_ns
 
 
 def with_launches(
