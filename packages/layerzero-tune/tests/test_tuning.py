@@ -528,7 +528,7 @@ def test_a_kernel_that_has_become_slow_is_noticed_and_tuned_again(bench, tmp_pat
     db.put([replace(rows["lab.rms_norm.moody"], median_us=now / 100, variance=0.0)])
     state.publish(measurements=measurements_from(db, state.world))
     assert lz.which("rms_norm", *call()) == "lab.rms_norm.moody"
-    assert list(drifted([context()], db, retune=False, slower=1e6)) == []
+    assert list(drifted([context()], db, slower=1e6)) == []
     found = tune([context()], database=db.path, check=True, seconds=0.2)
     # How many rows: a kernel far behind may be left out of one race and not of the other.
     assert "PERF_DRIFTED" in found.outcomes[0].why and found.rows > 1

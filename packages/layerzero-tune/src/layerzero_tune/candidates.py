@@ -20,6 +20,7 @@ from layerzero.companions import PARTS, names, part
 from layerzero.dispatch.bind import bind
 from layerzero.dispatch.run import describe
 from layerzero.errors import BackendNotAvailableError, LayerZeroError, TuningError, from_outside
+from layerzero.measurements.believed import NOISE
 from layerzero.model.context import Context
 from layerzero.model.op import OperationSpec
 from layerzero.model.variants import twins
@@ -64,7 +65,7 @@ class Bench:
         self.absent: dict[str, str] = {}
         self.plain_error: float | None = None  # of torch's own code, where that takes part
         self._plain: Make | None = None
-        self._seconds, self._noise = 0.0, 0.0
+        self._seconds = 0.0
         self._gate: Gate | None = None
 
     def must_compile(self, kernel_id: str) -> bool:
@@ -125,10 +126,10 @@ class Bench:
             why = f"the reference fails: {error}"
             raise TuningError(code="TUNING_IMPOSSIBLE", value=self._ctx.op, limit=why) from error
 
-    def timed(self, seconds: float, least: int, noise: float) -> tuple[dict[str, Times], bool]:
+    def timed(self, seconds: float, least: int) -> tuple[dict[str, Times], bool]:
         """Race those that are right; whoever is hopeless by the fastest of three samples has only those."""
         same = {} if self._ctx.needs_grad else twins({name: self._world.registry.kernels[name] for name in self.errors})
-        self._seconds, self._noise = seconds, noise
+        self._seconds = seconds
         clock = clock_for(self._ctx.device.device_type)
         places = self._places(clock)
         calls = {name: self._step(name, places) for name in self.errors if name not in same}
@@ -142,14 +143,14 @@ class Bench:
         a_round = sum(min(first[name]) for name in racing) / 1e6
         few = max(3, round(1.5 * seconds / max(a_round, 1e-9)))
         outcome = race(
-            racing, least=min(least, few), seconds=seconds, noise=noise, clock=clock, warmup=1, settle=True,
+            racing, least=min(least, few), seconds=seconds, noise=NOISE, clock=clock, warmup=1, settle=True,
             each_round=places.move,
         )  # fmt: skip
         slow = {name: Times.of(found) for name, found in first.items() if name not in racing}
         raced: Mapping[str, Times] = outcome.times
         if clock is cuda_clock:
             rounds = min(_A_PLACE * len(places), few) if self.thorough else 0
-            raced = _final(raced, racing, places, rounds, seconds, noise)
+            raced = _final(raced, racing, places, rounds, seconds)
         elif clock is cpu_clock:
             raced = _spread(raced, racing, seconds)
         times = {**self._told_apart(raced, clock), **slow}
@@ -192,7 +193,7 @@ class Bench:
                 return over_time(calls, _SPREAD * self._seconds / 2, LOOKS // 2).times
             found = race(
                 calls, least=max(6, _A_PLACE // 2 * len(places)) if self.thorough else 6, seconds=self._seconds / 2,
-                noise=self._noise, clock=clock, warmup=1, settle=True, each_round=places.move,
+                noise=NOISE, clock=clock, warmup=1, settle=True, each_round=places.move,
             ).times  # fmt: skip
         except (LayerZeroError, RuntimeError):  # the first race stands
             return {}
@@ -291,16 +292,15 @@ def _near(times: Mapping[str, Times], close: float | None = None) -> list[str]:
 
 
 def _final(
-    times: Mapping[str, Times], calls: Mapping[str, Callable[[], Any]], places: Places, rounds: int, seconds: float,
-    noise: float,
-) -> Mapping[str, Times]:  # fmt: skip
+    times: Mapping[str, Times], calls: Mapping[str, Callable[[], Any]], places: Places, rounds: int, seconds: float
+) -> Mapping[str, Times]:
     """With their launches; those who are close raced so many rounds more among themselves, as often in every place."""
     told = with_launches(times, calls, same=SAME, looks=LAUNCH_LOOKS if rounds else 1, each_turn=places.move)
     near = _near(told)
     if len(near) < 2 or len(places) == 1 or not rounds:
         return told
     some = {name: calls[name] for name in near}
-    again = race(some, least=rounds, seconds=seconds, noise=noise, clock=cuda_clock, warmup=1, each_round=places.move)
+    again = race(some, least=rounds, seconds=seconds, noise=NOISE, clock=cuda_clock, warmup=1, each_round=places.move)
     return told | with_launches(again.times, some, same=SAME, each_turn=places.move)
 
 

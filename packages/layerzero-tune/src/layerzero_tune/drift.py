@@ -39,7 +39,7 @@ class Drift:
     kernel_id: str
     before_us: float
     now_us: float
-    retuned: Trial | None = None
+    retuned: Trial
 
     @property
     def reason(self) -> Reason:
@@ -52,21 +52,20 @@ class Drift:
             "kernel_id": self.kernel_id,
             "before_us": round(self.before_us, 3),
             "now_us": round(self.now_us, 3),
-            "retuned": None if self.retuned is None else self.retuned.to_json(),
+            "retuned": self.retuned.to_json(),
         }
 
 
 def drifted(
-    contexts: Iterable[Context], db: PerfDB, *, slower: float = SLOWER, retune: bool = True,
-    seconds: float = _SECONDS, jit: str = "block",
-) -> Iterator[Drift]:  # fmt: skip
+    contexts: Iterable[Context], db: PerfDB, *, slower: float = SLOWER, seconds: float = _SECONDS, jit: str = "block"
+) -> Iterator[Drift]:
     """Time the chosen kernel of each measured call again; yield those that have become slower (or faster) by a factor.
 
     A call that was never measured here is looked at where measurements of other machines chose for it: it is yielded
     where the kernel takes longer than torch's own code and, by that factor, than was expected of it.
     Nobody waits for a quieter moment: it is a look beside a program that serves, and the next one comes.
-    With `retune` every kernel of such a call is measured anew and written to the database; `jit="off"` leaves out those
-    that would have to be compiled first.
+    Every kernel of such a call is measured anew and written to the database; `jit="off"` leaves out those that would
+    have to be compiled first.
     """
     for ctx in contexts:
         found, decision = _measured(ctx, db)
@@ -90,10 +89,8 @@ def drifted(
             steady = now <= max(before * slower, torch_us)
         if steady:
             continue
-        new = None
-        if retune:
-            new = trial(ctx, seconds=max(1.0, seconds), jit=jit, patient=False)
-            db.put(new.rows)
+        new = trial(ctx, seconds=max(1.0, seconds), jit=jit, patient=False)
+        db.put(new.rows)
         yield Drift(ctx, kernel_id, before, now, new)
 
 

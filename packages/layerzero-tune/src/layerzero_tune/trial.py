@@ -114,10 +114,8 @@ def trial(
     strides: ArgumentStrides | None = None,
     seconds: float = 2.0,
     least: int = 12,
-    noise: float = NOISE,
     only: frozenset[str] | None = None,
     jit: str = "block",
-    world: World | None = None,
     patient: bool = True,
     thorough: bool = True,
     late: frozenset[str] = frozenset(),
@@ -131,7 +129,7 @@ def trial(
     GPU. Kernels that are `late`, not compiled yet, are left out, too; after `compile_until` those ruled out as well.
     """
     begin = time.monotonic()
-    here = state.world if world is None else world
+    here = state.world
     spec = here.ops.get(context.op)
     if spec is None or not buildable(context.op):
         raise TuningError(code="TUNING_IMPOSSIBLE", value=context.op, limit="no inputs can be made for it")
@@ -151,7 +149,7 @@ def trial(
         before = load()
         while True:
             for tries in range(_tries(ctx, thorough) if patient else 1, 0, -1):
-                found = _timed(here, bench, ctx, seconds, least, noise, patient)
+                found = _timed(here, bench, ctx, seconds, least, patient)
                 if not found.lost or tries == 1:
                     break
             kept = _still_out(out, found)
@@ -195,19 +193,19 @@ def _still_out(out: Mapping[str, Expectation], found: Trial) -> Mapping[str, Exp
     return slower(out, fastest / found.torch.median_us)
 
 
-def _timed(here: World, bench: Bench, ctx: Context, seconds: float, least: int, noise: float, patient: bool) -> Trial:
+def _timed(here: World, bench: Bench, ctx: Context, seconds: float, least: int, patient: bool) -> Trial:
     """One race, and what selection would make of it."""
-    once = functools.partial(bench.timed, seconds, least, noise)
+    once = functools.partial(bench.timed, seconds, least)
     on_cpu = ctx.device.device_type == "cpu"
     (found, clear), stolen = with_little_steal(once, patient=patient) if on_cpu else (once(), 0.0)
     times = {name: item for name, item in found.items() if name != TORCH_DEFAULT}
     plain = found.get(TORCH_DEFAULT)
     errors = {name: bench.errors[name] for name in times}
-    told = Trial(ctx, times, errors, {}, winner_of(times, noise), clear, 0.0, stolen=stolen, torch=plain)
+    told = Trial(ctx, times, errors, {}, winner_of(times, NOISE), clear, 0.0, stolen=stolen, torch=plain)
     rows = [item for item in _rows(here, bench, told, Surroundings()) if item.kernel_id != TORCH_DEFAULT]
     weighed = judged(rows, platform_of(ctx.device), lambda name: versions_of(here.registry, name)).times
     choice = leader(weighed, NOISE) if weighed else told.winner
-    lost = plain is not None and loses(times[choice], plain, noise)
+    lost = plain is not None and loses(times[choice], plain, NOISE)
     return replace(told, choice=choice, lost=lost)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerzero.device.probe import probe_device
 from layerzero.errors import InvalidInputError, invalid
+from layerzero.measurements.believed import measurements_from
 from layerzero.measurements.database import database as policy_database
 from layerzero.measurements.database import place
 from layerzero.model.context import Context
@@ -119,18 +121,15 @@ def _remember(found: Tuned, db: PerfDB) -> None:
         replace(item.recorded, context=item.trial.context) for item in found.outcomes if item.trial is not None
     )
     if calls:
-        path = _calls_beside(db)
+        path = calls_path(db.path)
         before = load_traffic(path).contexts if path.exists() else ()
         add_to_file(Traffic(tuple(item for item in calls if item.context not in set(before))), path)
 
 
 def calls_path(database: str | os.PathLike[str] | None = None) -> Path:
     """The file that holds the calls `lz.tune` has measured into a database."""
-    return _calls_beside(database_of(database))
-
-
-def _calls_beside(db: PerfDB) -> Path:
-    return db.path.with_name(f"{db.path.name}.calls.json")
+    path = database_of(database).path
+    return path.with_name(f"{path.name}.calls.json")
 
 
 def known_database(database: str | os.PathLike[str] | None = None) -> PerfDB | None:
@@ -163,8 +162,6 @@ def _checked(
     progress: Callable[[Progress], None] | None, jit: str,
 ) -> Tuned:  # fmt: skip
     """The drift check as a tuning run: only calls whose kernel takes another time than it did are measured."""
-    import time
-
     from layerzero_tune.drift import drifted
     from layerzero_tune.tuning_run import Outcome, Progress, Tuned
 
@@ -178,7 +175,7 @@ def _checked(
             progress(Progress(number, len(calls), name, None))
         for drift in drifted([recorded.context], db, jit=jit):
             outcomes.append(Outcome(name, recorded, drift.retuned, str(drift.reason)))
-            rows += 0 if drift.retuned is None else len(drift.retuned.rows)
+            rows += len(drift.retuned.rows)
     return Tuned(str(db.path), tuple(outcomes), (), tuple(left), time.monotonic() - begin, 1, rows)
 
 
@@ -200,8 +197,6 @@ def _believe(db: PerfDB) -> None:
     if place(state.world.policy) == db.path:
         state.remeasured()
         return
-    from layerzero.measurements.believed import measurements_from
-
     known = measurements_from(db, state.world)
     state.publish(measurements=replace(known, expected=state.world.measurements.expected))
 
@@ -222,7 +217,6 @@ def solve(
     Equal inputs give equal bytes. A table is for one kind of device: `device`, else the CPU where all calls are for it,
     else this machine's accelerator; calls for others are left out. `key` names a key file to sign the table with.
     """
-    from layerzero.measurements.believed import measurements_from
     from layerzero.tables.file import save_table
     from layerzero_tune.tables.solver import solve_table
 

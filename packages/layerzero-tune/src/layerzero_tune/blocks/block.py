@@ -49,10 +49,6 @@ class Step:
         """The layout an attention step is described with."""
         return self.layout.removesuffix(" copied") if self.op == "attention" and self.layout is not None else None
 
-    def words(self) -> str:
-        """For people: `q, k = rope(q, k, cos, sin)`."""
-        return f"{', '.join(self.outputs)} = {self.op}({', '.join(self.reads())})"
-
 
 GLUE = frozenset({"add", "heads", "merge", "gate", "pack", "split"})
 """What stands between ops.
