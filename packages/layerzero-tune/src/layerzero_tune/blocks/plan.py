@@ -22,7 +22,7 @@ from layerzero_cli.output import Line, Table, show
 from layerzero_tune.blocks.block import Block, arguments, glue
 from layerzero_tune.blocks.code import written
 from layerzero_tune.blocks.cost import Meter
-from layerzero_tune.blocks.search import Path, Taken, fastest_each, in_place, per_op, search, time_in_place, told
+from layerzero_tune.blocks.search import Edge, Path, Taken, fastest_each, in_place, per_op, search, time_in_place, told
 from layerzero_tune.timing.clock import Clock, clock_for
 from layerzero_tune.timing.race import race
 
@@ -67,17 +67,21 @@ class BlockReport:
         for edge in self.path.edges:
             total += edge.us
             ends[edge.end] = total
-        best: dict[Any, dict[str, Any]] = {}
+        best: dict[Any, tuple[float, Edge]] = {}
         chosen = {(edge.start, edge.end, edge.rule, edge.words) for edge in self.path.edges}
         for edge in self.path.considered:
             key = (edge.start, edge.end, edge.rule, edge.words)
             if key in chosen or edge.start not in ends or edge.end not in ends:
                 continue
             extra = edge.us - (ends[edge.end] - ends[edge.start])
-            if key not in best or extra < best[key]["extra_us"]:
-                steps = [step.op for step in self.block.steps[edge.start : edge.end]]
-                best[key] = {"steps": steps, "way": edge.words, "rule": edge.rule, "us": edge.us, "extra_us": extra}
-        return sorted(best.values(), key=lambda row: float(row["extra_us"]))
+            if key not in best or extra < best[key][0]:
+                best[key] = (extra, edge)
+        ordered = sorted(best.values(), key=lambda item: item[0])
+        return [{**self._row(edge), "extra_us": round(extra, 3)} for extra, edge in ordered]
+
+    def _row(self, edge: Edge) -> dict[str, Any]:
+        steps = [step.op for step in self.block.steps[edge.start : edge.end]]
+        return {"steps": steps, "way": edge.words, "rule": edge.rule, "us": round(edge.us, 3)}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -91,18 +95,10 @@ class BlockReport:
             "fused": list(self.fused),
             "note": self.note,
             "path": [
-                {
-                    "steps": [step.op for step in self.block.steps[edge.start : edge.end]],
-                    "way": edge.words,
-                    "rule": edge.rule,
-                    "us": round(edge.us, 3),
-                    "source": sorted({item.cost.source for item in edge.taken}),
-                }
+                {**self._row(edge), "source": sorted({item.cost.source for item in edge.taken})}
                 for edge in self.path.edges
             ],
-            "rejected": [
-                {**row, "us": round(row["us"], 3), "extra_us": round(row["extra_us"], 3)} for row in self.rejected()
-            ],
+            "rejected": self.rejected(),
         }
 
     def blocks(self) -> list[Line | Table]:
