@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import layerzero as lz
 from layerzero.errors import InvalidInputError, UnknownNameError
 from layerzero.numerics import Tolerance, assert_close
-from layerzero_verify import thresholds
+from layerzero_verify import block, thresholds
 from layerzero_verify.block import CONFIGS, made
 from layerzero_verify.kernels import CONTRACTS, Bench, window
 from layerzero_verify.ladder import LANES, STEPS, named, verify
@@ -243,7 +243,7 @@ def test_the_truth_of_a_layer_is_transformers_layer() -> None:
     hidden = torch.full((6, 6), -torch.inf, dtype=torch.float64).triu(1)[None, None]
     with torch.no_grad():
         want = layer(x, attention_mask=hidden, position_embeddings=full)
-    got = Truth().layer(from_transformers(layer, config).to(torch.float64), x, (cos, sin))["output"]
+    got = block.forward(Truth(), from_transformers(layer, config).to(torch.float64), x, (cos, sin))["output"]
     # transformers' norm rounds to float32 on its way.
     assert_close(got, want, Tolerance(1e-6, 1e-6))
 
@@ -421,7 +421,7 @@ def test_a_kernel_found_wrong_takes_no_part_above(lab) -> None:
 def test_numbers_made_here_are_of_the_size_a_trained_layer_has() -> None:
     for config in CONFIGS.values():
         x = torch.randn(2, 5, config.hidden, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        out = Truth().layer(made(config, 0, 0).to(torch.float64), x, None)["output"]
+        out = block.forward(Truth(), made(config, 0, 0).to(torch.float64), x, None)["output"]
         assert 0.5 < out.std().item() < 3 and math.isfinite(out.sum().item())
 
 

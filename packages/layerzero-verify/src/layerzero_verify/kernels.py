@@ -8,7 +8,7 @@ formulas written apart from them. Then come promises that one comparison of numb
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -43,32 +43,27 @@ Compared: TypeAlias = tuple[Tensor, Tensor, Tolerance, str]
 _RANDOM = frozenset({"dropout", "sampling", "speculation"})
 
 
+@dataclass(eq=False)
 class Bench:
-    """One kernel on the bench: its cases, its truth, and calls of it through dispatch."""
+    """One kernel on the bench: its cases, its truth, and calls of it through dispatch.
 
-    def __init__(
-        self,
-        spec: KernelSpec,
-        device: torch.device,
-        *,
-        seed: int = 0,
-        dtype: str | None = None,
-        among: tuple[str, ...] | None = None,
-    ) -> None:
-        """`dtype` restricts to one; `among` to some, for kernels that have one of them."""
-        op = current_world().ops.get(spec.op)
+    `dtype` restricts to one; `among` to some, for kernels that have one of them.
+    """
+
+    spec: KernelSpec
+    device: torch.device
+    seed: int = 0
+    dtype: str | None = None
+    among: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        op, known = current_world().ops.get(self.spec.op), dtypes_of(self.spec)
         assert op is not None
         if isinstance(op, Op):
             declare(op)
-        self.spec = spec
         self.op: OperationSpec = op
-        self.device = device
-        self.seed = seed
-        self.dtype = dtype
-        known = dtypes_of(spec)
-        self.dtypes = tuple(item for item in known if among is None or item in among) or known
-        self.where: dict[str, Any] = {"op": spec.op, "kernel": spec.kernel_id}
-        self.is_reference = spec.kernel_id == op.fallback_id
+        self.dtypes = tuple(item for item in known if self.among is None or item in self.among) or known
+        self.where: dict[str, Any] = {"op": self.spec.op, "kernel": self.spec.kernel_id}
 
     # -- cases ---------------------------------------------------------------------------------------
     def groups(self, *, declared: bool = True) -> Iterator[Group]:
@@ -111,7 +106,7 @@ class Bench:
 
     def truth(self, args: tuple[Any, ...]) -> Any:
         """The result in float64; for a reference kernel by a formula of its own where there is one."""
-        if self.is_reference and self.op.op_id in ORACLES:
+        if self.spec.kernel_id == self.op.fallback_id and self.op.op_id in ORACLES:
             found = ORACLES[self.op.op_id](*(item.double() if computed(item) else item for item in args))
             if found is not NotImplemented:
                 return found
@@ -249,10 +244,7 @@ def guarded(name: str, where: dict[str, str], check: Callable[..., Iterator[Comp
     """A check of each pair that a function gives; whatever it raises is a failed check."""
     try:
         for left, right, bound, detail in list(check(*args)):
-            found = of_error(1, name, compare(left, right, bound), **where)
-            if found.status is Status.FAIL:
-                found = replace(found, detail="; ".join(word for word in (detail, found.detail) if word))
-            yield found
+            yield of_error(1, name, compare(left, right, bound), detail=detail, **where)
     except Exception as error:
         yield failed(1, name, error, **where)
 

@@ -293,10 +293,20 @@ class _Runner:
             5: partial(forward.check_training, steps=self.lane.steps),
         }
         for line_up in self.line_ups:
-            for name, model in self._made(self._brought()):
-                given = (name, model, line_up, self.target.device, self.dtype or "float32")
-                run = partial(_with, checks[number], *given)
-                yield f"level {number} of {name} [{line_up.name}]", run
+            yield from self._of_models(f"level {number} of", checks[number], line_up, self._brought())
+
+    def _of_models(
+        self, word: str, check: Callable[..., Iterator[Check]], line_up: LineUp, names: tuple[str, ...]
+    ) -> Iterator[Task]:
+        """A check of each of these models in a line-up; a folder takes the place of all."""
+
+        def run(name: str, made: Callable[..., models.Model]) -> Iterator[Check]:
+            model = made(name, self.seed, self.lane.length)
+            return check(name, model, line_up, self.target.device, self.dtype or "float32")
+
+        made = models.made if self.folder is None else models.from_folder
+        for name in names if self.folder is None else (self.folder,):
+            yield f"{word} {name} [{line_up.name}]", partial(run, name, made)
 
     # -- the levels ----------------------------------------------------------------------------------
     def _preflight(self) -> Iterator[Task]:
@@ -344,24 +354,14 @@ class _Runner:
         for line_up in self.line_ups:
             if models.missing():
                 yield f"stages [{line_up.name}]", partial(layers.check_made, line_up, device, dtype, self.seed)
-                continue
-            for name, model in self._made(self.lane.stage_models):
-                run = partial(_with, layers.check_stages, name, model, line_up, device, dtype)
-                yield f"stages {name} [{line_up.name}]", run
-
-    def _made(self, names: tuple[str, ...]) -> list[tuple[str, Callable[[], models.Model]]]:
-        """The models of a level by name, each with the function that makes it; a folder takes the place of all."""
-        if self.folder is not None:
-            return [(self.folder, partial(models.from_folder, self.folder, self.seed, self.lane.length))]
-        return [(name, partial(models.made, name, self.seed, self.lane.length)) for name in names]
+            else:
+                yield from self._of_models("stages", layers.check_stages, line_up, self.lane.stage_models)
 
     def _models(self) -> Iterator[Task]:
-        dtype, check = self.dtype or "float32", partial(forward.check_model, cached=self.lane.cached)
+        check = partial(forward.check_model, cached=self.lane.cached)
+        own = self.lane.models if self._serves(_MODEL_OPS) else ()
         for line_up in self.line_ups:
-            own = self.lane.models if self._serves(_MODEL_OPS) else ()
-            for name, model in self._made((*own, *self._brought())):
-                run = partial(_with, check, name, model, line_up, self.target.device, dtype)
-                yield f"model {name} [{line_up.name}]", run
+            yield from self._of_models("model", check, line_up, (*own, *self._brought()))
 
     def _training(self) -> Iterator[Task]:
         options = {"steps": self.lane.steps, "seed": self.seed}
@@ -370,10 +370,3 @@ class _Runner:
                 if config.name in self.lane.training or len(self.configs) == 1:
                     run = partial(training.check_training, config, line_up, self.target.device, **options)
                     yield f"training {config.name} [{line_up.name}]", run
-
-
-def _with(
-    check: Callable[..., Iterator[Check]], name: str, model: Callable[[], models.Model], *rest: object
-) -> Iterator[Check]:
-    """A check of a model that is made no earlier than its turn comes."""
-    return check(name, model(), *rest)

@@ -6,9 +6,9 @@ stages with real weights, one difference each, and the component they point to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,25 +25,21 @@ from layerzero_verify.thresholds import LAYER, limit
 
 _BATCH, _LENGTH, _PROMPT = 2, 13, 6
 Named = dict[str, Tensor]
-Layers = list[LayerWeights]
-Found = TypeVar("Found")
+Chain = tuple[Named, Named]  # stages of all layers by name, and the leaves whose gradients are compared
 
 
-def _truth(line_up: LineUp) -> Truth:
-    """The formulas, but the references of plugins' ops that stand in for built-in ones."""
+def _truth(line_up: LineUp, layers: Sequence[LayerWeights], x: Tensor, tables: block.Tables) -> tuple[Chain, Chain]:
+    """The truth in float64, and in a narrow dtype also in that one: what plain torch loses is no fault of a kernel.
+
+    It is made of the formulas, but of the references of plugins' ops that stand in for built-in ones.
+    """
     ops = current_world().ops
     standing = {op: ops[name].fallback_impl for op, name in line_up.stand_ins}
-    return Truth({op: reference for op, reference in standing.items() if reference is not None})
-
-
-def _wide_and_own(
-    compute: Callable[[Layers, Tensor, block.Tables], Found], layers: Layers, x: Tensor, tables: block.Tables
-) -> tuple[Found, Found | None]:
-    """A truth in float64, and in a narrow dtype also in that one: what plain torch loses is no fault of a kernel."""
+    truth = Truth({op: reference for op, reference in standing.items() if reference is not None})
     wide = [layer.to(torch.float64) for layer in layers]
     narrow = x.dtype not in (torch.float32, torch.float64)
-    own = compute(layers, x, cast(tables, x.dtype)) if narrow else None
-    return compute(wide, x.double(), cast(tables, torch.float64)), own
+    own: Chain = _chain(truth, layers, x, cast(tables, x.dtype)) if narrow else ({}, {})
+    return _chain(truth, wide, x.double(), cast(tables, torch.float64)), own
 
 
 # -- level 2 ---------------------------------------------------------------------------------------------
@@ -63,16 +59,14 @@ def check_layer(
             yield _decode(call, f"prefill + decode, {name}", layers[0], x, tables, paged)
 
 
-def _chain(layers: list[LayerWeights], x: Tensor, run: Any) -> tuple[Named, Named]:
-    """Stages of all layers by name, and the leaves whose gradients are compared."""
-    start = x.detach().clone().requires_grad_()
+def _chain(call: block.Calls, layers: Sequence[LayerWeights], x: Tensor, tables: block.Tables) -> Chain:
+    stream = x.detach().clone().requires_grad_()
     stages: Named = {}
-    leaves: Named = {"input": start}
-    stream = start
+    leaves: Named = {"input": stream}
     for number, layer in enumerate(layers):
         prefix = f"layer {number} "
         weights = layer.leaves()
-        found = run(weights, stream, prefix)
+        found = block.forward(call, weights, stream, tables, prefix)
         stages |= {f"{prefix}{name}": value for name, value in found.items()}
         leaves |= {f"{prefix}{name}": value for name, value in weights.named().items()}
         stream = found["output"]
@@ -81,34 +75,27 @@ def _chain(layers: list[LayerWeights], x: Tensor, run: Any) -> tuple[Named, Name
 
 def _gradients(stages: Named, leaves: Named) -> Named:
     """Gradients of all stages and leaves of a loss that weighs every element of the last output differently."""
+    if not stages:
+        return {}
     out = list(stages.values())[-1]
     weights = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=torch.float64).reshape(out.shape)
     loss = (out * weights.to(out.dtype)).sum() / out.shape[-1] ** 0.5
     # Scores are worked out beside the layer, so no gradient passes through them.
     wanted = {**leaves, **{name: value for name, value in stages.items() if bare(name) != "scores"}}
-    found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(value) if grad is None else grad
-        for (name, value), grad in zip(wanted.items(), found, strict=True)
-    }
+    return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values()), materialize_grads=True), strict=True))
 
 
-def _forward_backward(call: Caller, layers: Layers, x: Tensor, tables: block.Tables) -> Iterator[Check]:
-    truth = _truth(call.line_up)
-
-    def compute(layers: Layers, x: Tensor, tables: block.Tables) -> tuple[Named, Named]:
-        return _chain(layers, x, lambda w, stream, _: truth.layer(w, stream, tables))
-
-    want, own = _wide_and_own(compute, layers, x, tables)
+def _forward_backward(call: Caller, layers: Sequence[LayerWeights], x: Tensor, tables: block.Tables) -> Iterator[Check]:
+    want, own = _truth(call.line_up, layers, x, tables)
     try:
-        got = _chain(layers, x, lambda w, stream, prefix: block.forward(call, w, stream, tables, prefix))
+        got = _chain(call, layers, x, tables)
     except StageError as error:
         yield call.failed("forward", error)
         return
     if call.idle:
         yield call.left_out("forward and backward")
         return
-    yield _judged(call, "forward", got[0], want[0], own[0] if own else {})
+    yield _judged(call, "forward", got[0], want[0], own[0])
     try:
         grads = _gradients(*got)
     except RuntimeError as error:
@@ -119,7 +106,7 @@ def _forward_backward(call: Caller, layers: Layers, x: Tensor, tables: block.Tab
     for stage in reversed(list(wide)):
         prefix, _, last = stage.rpartition(" ")
         makers[stage] = f"{prefix or 'layer 0'} {WEIGHTS.get(last) or CONSUMERS.get(last, last)}"
-    yield _judged(call, "backward", grads, wide, _gradients(*own) if own else {}, makers)
+    yield _judged(call, "backward", grads, wide, _gradients(*own), makers)
 
 
 # weight -> the stage it takes part in
@@ -164,16 +151,16 @@ def _judged(
 def _decode(call: Caller, name: str, layer: LayerWeights, x: Tensor, tables: block.Tables, paged: str | None) -> Check:
     if any(op == "attention" for op, _ in call.line_up.stand_ins):
         return call.left_out(name, "attention is a plugin's own op here")
-    truth = _truth(call.line_up)
-    want, own = _wide_and_own(lambda layers, x, tables: truth.layer(layers[0], x, tables)["output"], [layer], x, tables)
     try:
         with torch.no_grad():
+            (want, _), (own, _) = _truth(call.line_up, [layer], x, tables)
             got = block.decode(call, layer, x, tables, _PROMPT, paged=paged)
     except StageError as error:
         return call.failed(name, error)
     if call.idle:
         return call.left_out(name)
-    report = compare(got, want, limit(LAYER, own_error(own, want)))
+    output = "layer 0 output"
+    report = compare(got, want[output], limit(LAYER, own_error(own.get(output), want[output])))
     op = "attention" if paged is None else "paged_attention"
     component = "" if report.ok else "KV cache or attention alignment"
     found = {"op": op, "kernel": call.kernels.get(op, ""), "stage": _place(report), "component": component}
@@ -244,13 +231,13 @@ def _one(
 ) -> Check:
     kind: torch.dtype = getattr(torch, call.dtype)
     weights, x, tables = weights.to(kind, device), x.to(device, kind), cast(tables, torch.float32, device)
-    truth = _truth(call.line_up)
-    want, own = _wide_and_own(lambda layers, x, tables: truth.layer(layers[0], x, tables), [weights], x, tables)
     try:
         with torch.no_grad(), call.line_up.entered():
+            chains = _truth(call.line_up, [weights], x, tables)
             got = block.forward(call, weights, x, tables)
     except StageError as error:
         return call.failed("stage diff", error)
     if call.idle:
         return call.left_out(f"stage diff, {label}")
-    return _judged(call, f"stage diff, {label}", got, want, own or {})
+    want, own = ({bare(name): value for name, value in stages.items()} for stages, _ in chains)
+    return _judged(call, f"stage diff, {label}", got, want, own)

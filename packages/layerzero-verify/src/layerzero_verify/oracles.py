@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from layerzero._ops.signature import public_op
-from layerzero_verify.block import LayerWeights, Tables, forward
+from layerzero_verify.block import Tables
 
 
 def _attention(
@@ -249,7 +249,3 @@ class Truth:
     def __call__(self, stage: str, op: str, *args: Any, **kwargs: Any) -> Any:
         canonical, _, _ = public_op(op).normalize(args, kwargs)
         return self.formulas[op](*canonical)
-
-    def layer(self, weights: LayerWeights, x: Tensor, tables: Tables) -> dict[str, Tensor]:
-        """Every stage of a causal layer on x [B, S, H], in the dtype of x."""
-        return forward(self, weights, x, tables)

@@ -205,12 +205,12 @@ class StageError(Exception):
 
 def of_error(level: int, name: str, report: ErrorReport, **where: Any) -> Check:
     """A check from a comparison of tensors."""
-    detail = where.pop("detail", "")
+    details = [where.pop("detail", "")]
     if not report.shape_ok:
-        detail = f"shape {list(report.shape)}, expected {list(report.expected_shape)}"
+        details.append(f"shape {list(report.shape)}, expected {list(report.expected_shape)}")
     elif not report.nan_agree or not report.inf_agree:
         count = report.nan_mismatches + report.inf_mismatches
-        detail = f"NaN or infinity in different places: {count} elements"
+        details.append(f"NaN or infinity in different places: {count} elements")
     return Check(
         level,
         name,
@@ -220,7 +220,7 @@ def of_error(level: int, name: str, report: ErrorReport, **where: Any) -> Check:
         threshold=max(report.tolerance.atol, report.tolerance.rtol),
         used=report.used,
         first=None if report.ok else report.first,
-        detail=detail if not report.ok else "",
+        detail="" if report.ok else "; ".join(filter(None, details)),
         **where,
     )
 
@@ -298,49 +298,33 @@ def _numbers(levels: Sequence[Level]) -> str:
     return ", ".join(str(level.number) for level in levels)
 
 
-# stage -> (op that computes it, component it belongs to), in the order in which a layer computes them
 # -- the stages of a transformer layer, and the component that the stages that differ point to -------------------
+# stage -> (op that computes it, component it belongs to, stage whose op takes it in), in the order of a layer
 _TABLE = {
-    "embedding": ("embedding", "embedding"),
-    "ln1_out": ("rms_norm", "norm"),
-    "q_proj": ("linear", "QKV projection"),
-    "k_proj": ("linear", "QKV projection"),
-    "v_proj": ("linear", "QKV projection"),
-    "q_rope": ("rope", "RoPE"),
-    "k_rope": ("rope", "RoPE"),
-    "scores": ("attention", "attention"),
-    "attn_out": ("attention", "attention"),
-    "proj_out": ("linear", "output projection"),
-    "residual": ("add_rms_norm", "residual add"),
-    "ln2_out": ("add_rms_norm", "norm"),
-    "fc1_out": ("linear", "MLP"),
-    "swiglu_out": ("silu_and_mul", "MLP"),
-    "mlp_out": ("linear", "MLP"),
-    "output": ("", "residual add"),
-    "norm": ("rms_norm", "norm"),
-    "head": ("linear", "output head"),
-    "logits": ("linear", "output head"),
+    "embedding": ("embedding", "embedding", ""),
+    "ln1_out": ("rms_norm", "norm", "q_proj"),
+    "q_proj": ("linear", "QKV projection", "q_rope"),
+    "k_proj": ("linear", "QKV projection", "q_rope"),
+    "v_proj": ("linear", "QKV projection", "attn_out"),
+    "q_rope": ("rope", "RoPE", "attn_out"),
+    "k_rope": ("rope", "RoPE", "attn_out"),
+    "scores": ("attention", "attention", ""),
+    "attn_out": ("attention", "attention", "proj_out"),
+    "proj_out": ("linear", "output projection", "ln2_out"),
+    "residual": ("add_rms_norm", "residual add", "output"),
+    "ln2_out": ("add_rms_norm", "norm", "fc1_out"),
+    "fc1_out": ("linear", "MLP", "swiglu_out"),
+    "swiglu_out": ("silu_and_mul", "MLP", "mlp_out"),
+    "mlp_out": ("linear", "MLP", "output"),
+    "output": ("", "residual add", ""),
+    "norm": ("rms_norm", "norm", ""),
+    "head": ("linear", "output head", ""),
+    "logits": ("linear", "output head", ""),
 }
 STAGES = tuple(_TABLE)
-OPS = {stage: op for stage, (op, _) in _TABLE.items()}
-
-# stage -> the stage whose op takes it in: a gradient that is wrong at a stage was made by the op that follows it
-CONSUMERS = {
-    "input": "ln1_out",
-    "ln1_out": "q_proj",
-    "q_proj": "q_rope",
-    "k_proj": "q_rope",
-    "v_proj": "attn_out",
-    "q_rope": "attn_out",
-    "k_rope": "attn_out",
-    "attn_out": "proj_out",
-    "proj_out": "ln2_out",
-    "residual": "output",
-    "ln2_out": "fc1_out",
-    "fc1_out": "swiglu_out",
-    "swiglu_out": "mlp_out",
-    "mlp_out": "output",
-}
+OPS = {stage: op for stage, (op, _, _) in _TABLE.items()}
+# a gradient that is wrong at a stage was made by the op that takes the stage in
+CONSUMERS = {"input": "ln1_out", **{stage: taker for stage, (_, _, taker) in _TABLE.items() if taker}}
 
 _RULES = {
     "RoPE": "q or k diverge after the rotation and were right before it: RoPE, its convention or its tables",

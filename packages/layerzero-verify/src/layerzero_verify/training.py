@@ -100,11 +100,8 @@ def check_training(
 
 def _gradients(model: _Model, loss: Tensor) -> tuple[Tensor, Parameters]:
     parameters = model.parameters()
-    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return loss.detach(), {
-        name: torch.zeros_like(leaf) if grad is None else grad
-        for (name, leaf), grad in zip(parameters.items(), found, strict=True)
-    }
+    found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
+    return loss.detach(), dict(zip(parameters, found, strict=True))
 
 
 @dataclass

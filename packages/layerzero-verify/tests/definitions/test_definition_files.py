@@ -220,7 +220,10 @@ def test_a_definition_with_a_test_or_with_traces_is_known_as_tested(sets: Any) -
     assert dataset.tested(one) == "tests/references/test_norm.py"
     assert dataset.tested(other) is None
     made = Evaluation(Status.PASSED, "cpu", {}, "now")
-    append_traces(dataset.traces_path(other), [Trace(other.name, Workload("u", {"M": 1}), "some.kernel.id", made)])
+    append_traces(
+        dataset.root / "traces" / other.op_type / f"{other.name}.jsonl",
+        [Trace(other.name, Workload("u", {"M": 1}), "some.kernel.id", made)],
+    )
     assert dataset.tested(other) == "traces/gemm/gemm_n24_k64.jsonl"
 
 

@@ -284,7 +284,7 @@ def test_it_reads_the_traces_of_a_whole_check(fib: Any, sets: Any) -> None:
     report = check(dataset, dataset.select(everything=True), options, sizes=["small"])
     for definition in dataset.definitions.values():
         mine = [outcome for outcome in report.outcomes if outcome.definition == definition.name]
-        append_traces(dataset.traces_path(definition), traces_of(mine, "cpu"))
+        append_traces(dataset.root / "traces" / definition.op_type / f"{definition.name}.jsonl", traces_of(mine, "cpu"))
     theirs = fib.TraceSet.from_path(str(root))
     assert set(theirs.traces) == set(dataset.definitions)
     tried = [outcome for outcome in report.outcomes if not outcome.skipped]

@@ -165,20 +165,13 @@ def _shown(definition: Definition, op: str, why: str, trusted: str) -> list[Bloc
     blocks: list[Block] = [Line(f"{definition.name}  {definition.op_type}", "bold")]
     if definition.description:
         blocks.append(Line(definition.description, indent=2))
-    facts = [
-        ("op", op or f"none: {why}"),
-        ("code", trusted),
-        *(("constraint", text) for text in definition.constraints),
-    ]
+    facts = [("op", op or f"none: {why}"), ("code", trusted)]
+    facts += [("constraint", text) for text in definition.constraints]
     blocks += [Table(("", ""), [(Cell(name, "dim"), text) for name, text in facts], indent=2)]
     blocks += [Line(), Line("axes", "bold"), Table(("", ""), axes, indent=2)]
     blocks += [Line(), Line("tensors", "bold"), Table(("", "", "", ""), tensors, indent=2)]
-    return [
-        *blocks,
-        Line(),
-        Line("reference", "bold"),
-        *(Line(line, indent=2) for line in definition.reference.splitlines()),
-    ]
+    blocks += [Line(), Line("reference", "bold")]
+    return [*blocks, *(Line(line, indent=2) for line in definition.reference.splitlines())]
 
 
 def _found(report: Report) -> list[Block]:

@@ -63,16 +63,14 @@ def add(group: click.Group) -> None:
         with progress_bar() as tell:
             report = climb(level=level or None, progress=tell, **options)
         blocks = _blocks(report)
-        data = report.to_json()
+        data, problem = report.to_json(), ""
         if html is not None:
             from layerzero_verify.cli.page import write
 
             problem = write(html, report)
             data["page"] = None if problem else str(html)
             blocks.append(Line(problem or f"page: {html}", STYLES["fail"] if problem else "dim"))
-            if problem:
-                return Answer(data, blocks, PROBLEM)
-        return Answer(data, blocks, OK if report.ok else PROBLEM)
+        return Answer(data, blocks, OK if report.ok and not problem else PROBLEM)
 
 
 # -- text ------------------------------------------------------------------------------------------------

@@ -87,9 +87,6 @@ class Dataset:
         good, bad = self._own("traces", definition)
         return [trace for _, trace in good], bad
 
-    def traces_path(self, definition: Definition) -> Path:
-        return self.root / "traces" / definition.op_type / f"{definition.name}.jsonl"
-
     def strays(self) -> tuple[list[str], list[Problem]]:
         """What belongs to no definition here: names that lines speak of, and bad lines in files of nobody's."""
         names: set[str] = set()

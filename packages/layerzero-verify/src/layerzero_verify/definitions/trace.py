@@ -59,6 +59,11 @@ class Workload(Plain):
     inputs: Mapping[str, InputSource] = field(default_factory=dict)
 
 
+# Fields of an evaluation as they stand in the format's `correctness` and `performance`.
+_ERRORS = ("max_relative_error", "max_absolute_error")
+_TIMES = ("latency_ms", "reference_latency_ms")
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """How a solution did. Errors are kept for PASSED and INCORRECT_NUMERICAL, times for PASSED: so the format rules."""
@@ -82,17 +87,10 @@ class Evaluation:
     def to_json(self) -> dict[str, Any]:
         correctness = performance = None
         if self.status in (Status.PASSED, Status.INCORRECT_NUMERICAL):
-            correctness = {
-                "max_relative_error": _number(self.max_relative_error),
-                "max_absolute_error": _number(self.max_absolute_error),
-                "extra": {name: _number(value) for name, value in self.extra.items()} or None,
-            }
+            extra = {name: _number(value) for name, value in self.extra.items()} or None
+            correctness = {**{name: _number(getattr(self, name)) for name in _ERRORS}, "extra": extra}
         if self.status is Status.PASSED:
-            performance = {
-                "latency_ms": self.latency_ms,
-                "reference_latency_ms": self.reference_latency_ms,
-                "speedup_factor": self.speedup_factor,
-            }
+            performance = {name: getattr(self, name) for name in (*_TIMES, "speedup_factor")}
         return {
             "status": self.status.value,
             "environment": {"hardware": self.hardware, "libs": dict(self.libs)},
@@ -189,18 +187,15 @@ def _evaluation(data: Any, where: str) -> Evaluation:
     environment = take(data, "environment", dict, where)
     correctness = take(data, "correctness", dict, where, None) or {}
     performance = take(data, "performance", dict, where, None) or {}
-    extra = take(correctness, "extra", dict, where, {})
     return Evaluation(
         Status(word),
         take(environment, "hardware", str, where),
         {name: str(version) for name, version in take(environment, "libs", dict, where, {}).items()},
         take(data, "timestamp", str, where),
         take(data, "log", str, where, ""),
-        _float(correctness, "max_relative_error", where),
-        _float(correctness, "max_absolute_error", where),
-        extra,
-        _float(performance, "latency_ms", where),
-        _float(performance, "reference_latency_ms", where),
+        extra=take(correctness, "extra", dict, where, {}),
+        **{name: _float(correctness, name, where) for name in _ERRORS},
+        **{name: _float(performance, name, where) for name in _TIMES},
     )
 
 

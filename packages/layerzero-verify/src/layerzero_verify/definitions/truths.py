@@ -119,11 +119,10 @@ def _mla_paged(definition: Definition, i: Inputs) -> Any:
     q, q_pe, ckv, kpe = (i[name] for name in ("q_nope", "q_pe", "ckv_cache", "kpe_cache"))
     page = ckv.shape[1]
     _expect_width(q.shape[2], (512,))
-    counts = lengths_of(i["kv_indptr"])
-    tokens = torch.where(counts > 0, (counts - 1) * page + last_page_len(i, page), 0).to(torch.int32)
+    _, tokens = block_tables(i, page)
     queries = i.get("qo_indptr")
     if queries is None:
-        queries = torch.arange(len(counts) + 1, dtype=torch.int32, device=q.device)
+        queries = torch.arange(len(tokens) + 1, dtype=torch.int32, device=q.device)
     wrapper = import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper(_workspace(q))
     wrapper.plan(
         queries, i["kv_indptr"], i["kv_indices"], tokens, q.shape[1], q.shape[2], q_pe.shape[2], page,
