@@ -98,13 +98,13 @@ class History(RuleBasedStateMachine):
         ends = [start + n for start, n in zip(starts, lens, strict=True)]
         if max(ends) > MAX or self.cache.free_pages is None:
             return max(ends) > MAX
-        table = self.cache.storage.table
-        owned = [table.pages(seq) for seq in range(BATCH)]
-        new = sum(max(0, -(-end // table.page_size) - len(pages)) for end, pages in zip(ends, owned, strict=True))
+        pool = self.cache.storage
+        owned, page_size = pool.owned, pool.page_size
+        new = sum(max(0, -(-end // page_size) - len(pages)) for end, pages in zip(ends, owned, strict=True))
         written = [
-            pages[start // table.page_size]
+            pages[start // page_size]
             for start, n, pages in zip(starts, lens, owned, strict=True)
-            if n and start // table.page_size < len(pages)
+            if n and start // page_size < len(pages)
         ]
         copies = sum(sum(page in pages for pages in owned) > 1 for page in written)
         return new + copies > self.cache.free_pages
@@ -177,9 +177,9 @@ class History(RuleBasedStateMachine):
     @invariant()
     def no_page_is_lost(self):
         if hasattr(self, "cache") and self.cache.free_pages is not None:
-            table = self.cache.storage.table
-            used = {page for seq in range(BATCH) for page in table.pages(seq)}
-            assert len(used) + table.free_pages == table.num_pages
+            pool = self.cache.storage
+            used = {page for seq in range(BATCH) for page in pool.owned[seq]}
+            assert len(used) + self.cache.free_pages == pool.num_pages
 
 
 History.TestCase.settings = settings(

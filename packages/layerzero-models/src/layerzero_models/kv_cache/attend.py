@@ -117,11 +117,9 @@ def _over_pages(cache: KVCache, query: _Query, layer: int, words: dict[str, Any]
     batch = cache.paged_batch(query.lens, layer=layer)
     planes = tuple(plane[0] for plane in cache.storage.buffers[layer])
     if _scaled(cache):
-        chosen, batch = pages_in_use(batch, cache.storage.table.page_size)
+        chosen, batch = pages_in_use(batch, cache.storage.page_size)
         planes = tuple(indexable(plane).index_select(0, chosen).view(plane.dtype) for plane in planes)
-    keys, values, notes = _decoded(cache, planes)
-    kwargs = {"layout": cache.layout, **words}
-    return CacheCall("paged_attention", (query.packed, keys, values, batch), kwargs, notes)
+    return _paged_call(cache, query, planes, batch, words)
 
 
 def _over_dense(cache: KVCache, query: _Query, layer: int, words: dict[str, Any]) -> CacheCall:
@@ -139,10 +137,8 @@ def _over_dense(cache: KVCache, query: _Query, layer: int, words: dict[str, Any]
 def _over_rows(cache: KVCache, query: _Query, layer: int, words: dict[str, Any]) -> CacheCall:
     """Sequences of different length: each is one page as long as the longest."""
     lengths = cache.lengths(layer)
-    keys, values, notes = _decoded(cache, _rows(cache, layer, max(max(lengths), 1)))
-    batch = _one_page_each(cache, lengths, query.lens)
-    kwargs = {"layout": cache.layout, **words}
-    return CacheCall("paged_attention", (query.packed, keys, values, batch), kwargs, notes)
+    planes = _rows(cache, layer, max(max(lengths), 1))
+    return _paged_call(cache, query, planes, _one_page_each(cache, lengths, query.lens), words)
 
 
 def _over_chunks(cache: KVCache, query: _Query, layer: int, words: dict[str, Any]) -> list[CacheCall]:
@@ -155,11 +151,16 @@ def _over_chunks(cache: KVCache, query: _Query, layer: int, words: dict[str, Any
         if not any(inside):
             continue
         planes = tuple(plane[number] for plane in storage.buffers[layer])
-        keys, values, notes = _decoded(cache, planes)
         batch = _one_page_each(cache, inside, query.lens)
-        kwargs = {"layout": cache.layout, **words, "return_lse": True}
-        calls.append(CacheCall("paged_attention", (query.packed, keys, values, batch), kwargs, notes))
+        calls.append(_paged_call(cache, query, planes, batch, {**words, "return_lse": True}))
     return calls
+
+
+def _paged_call(
+    cache: KVCache, query: _Query, planes: tuple[Tensor, ...], batch: PagedBatch, words: dict[str, Any]
+) -> CacheCall:
+    keys, values, notes = _decoded(cache, planes)
+    return CacheCall("paged_attention", (query.packed, keys, values, batch), {"layout": cache.layout, **words}, notes)
 
 
 def _one_page_each(cache: KVCache, contexts: tuple[int, ...], new: tuple[int, ...]) -> PagedBatch:

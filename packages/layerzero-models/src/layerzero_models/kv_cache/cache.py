@@ -97,7 +97,7 @@ class KVCache:
     @property
     def free_pages(self) -> int | None:
         """Pages left in the pool; None for a strategy without pages."""
-        return self.storage.table.free_pages if isinstance(self.storage, Paged) else None
+        return len(self.storage.free) if isinstance(self.storage, Paged) else None
 
     def tokens(self, seq: int, layer: int = 0) -> tuple[Tensor, Tensor]:
         """Keys and values of one sequence, [length, heads, head_dim], as numbers: a copy."""
@@ -194,23 +194,20 @@ class KVCache:
 
     def pages(self, layer: int = 0) -> tuple[Tensor, Tensor]:
         """The page pools of keys and values as `lz.paged_attention` takes them. For a paged cache without scales."""
-        if not isinstance(self.storage, Paged):
-            raise invalid("VALUE_INVALID", f"a {self.strategy} cache", "a paged one")
+        storage = self._paged()
         if len(self.key_codec.planes) > 1:
             raise invalid("QUANT_SCALE_LAYOUT", "a scale for each token", "lz.paged_attention, which takes none")
-        (keys,), (values,) = self.storage.buffers[self._layer(layer)]
+        (keys,), (values,) = storage.buffers[self._layer(layer)]
         return keys, values
 
     def paged_batch(self, lens: Sequence[int] | None = None, *, layer: int = 0) -> PagedBatch:
         """The batch of a paged cache, for any number of `lz.paged_attention` calls; `lens` as in `attend`."""
-        if not isinstance(self.storage, Paged):
-            raise invalid("VALUE_INVALID", f"a {self.strategy} cache", "a paged one")
-        table = self.storage.table
+        storage = self._paged()
         new = (1,) * self.batch if lens is None else whole_numbers(lens, "lens", self.batch)
         contexts = self.lengths(layer)
-        if self._tables is None or self._tables[0] != table.version:
-            self._tables = (table.version, table.table.to(self.device, copy=True))
-        return self.planned(self._tables[1], contexts, new, table.version)
+        if self._tables is None or self._tables[0] != storage.version:
+            self._tables = (storage.version, storage.table.to(self.device, copy=True))
+        return self.planned(self._tables[1], contexts, new, storage.version)
 
     def planned(self, tables: Tensor, contexts: tuple[int, ...], new: tuple[int, ...], version: int) -> PagedBatch:
         """A batch, made once for all layers of a step: those are the last few that were asked for."""
@@ -234,6 +231,11 @@ class KVCache:
         if isinstance(seq, bool) or not isinstance(seq, int) or not 0 <= seq < self.batch:
             raise invalid("VALUE_INVALID", f"sequence {seq!r}", f"0 to {self.batch - 1}")
         return seq
+
+    def _paged(self) -> Paged:
+        if not isinstance(self.storage, Paged):
+            raise invalid("VALUE_INVALID", f"a {self.strategy} cache", "a paged one")
+        return self.storage
 
     def _wanted(self, width: int) -> tuple[int, int, int, torch.dtype, torch.device]:
         return self.batch, self.options["num_kv_heads"], width, self.dtype, self.device

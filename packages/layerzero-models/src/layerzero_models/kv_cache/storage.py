@@ -17,106 +17,6 @@ from layerzero.errors import invalid
 from layerzero_models.kv_cache.codec import Plane
 
 
-class PageTable:
-    """Pages of `batch` sequences out of a pool. `table` [batch, max pages] holds their numbers, unused places 0.
-
-    A page may belong to several sequences after `fork`; before one of them writes to it, it gets a copy of its own.
-    `version` counts changes, so that whoever keeps a copy on a device knows when it is old.
-    """
-
-    def __init__(self, batch: int, page_size: int, num_pages: int, max_pages: int) -> None:
-        self.page_size = page_size
-        self.num_pages = num_pages
-        self.table: Tensor = torch.zeros((batch, max_pages), dtype=torch.int32)
-        self.version = 0
-        self._owned: list[list[int]] = [[] for _ in range(batch)]
-        self._holders = [0] * num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
-
-    @property
-    def free_pages(self) -> int:
-        return len(self._free)
-
-    def pages(self, seq: int) -> tuple[int, ...]:
-        return tuple(self._owned[seq])
-
-    def page(self, seq: int, number: int) -> int:
-        return self._owned[seq][number]
-
-    def grow(self, starts: Sequence[int], ends: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """Make room for tokens `starts[s]` to `ends[s]` of each sequence, all or nothing. Raises KV_CACHE_FULL.
-
-        The result names the pages to copy before anything is written, as (from, to).
-        """
-        shared = self._shared_pages(starts, ends)
-        new = [max(0, self._count(end) - len(self._owned[seq])) for seq, end in enumerate(ends)]
-        wanted = sum(new) + len(shared)
-        if wanted > len(self._free):
-            raise invalid("KV_CACHE_FULL", f"{wanted} new pages", f"{len(self._free)} of {self.num_pages} pages")
-        copies = tuple(self._replace(seq, place) for seq, place in shared)
-        for seq, count in enumerate(new):
-            for _ in range(count):
-                self._give(seq)
-        self.version += bool(wanted)
-        return copies
-
-    def shrink(self, seq: int, length: int) -> None:
-        """Give back the pages of a sequence beyond its first `length` tokens."""
-        owned = self._owned[seq]
-        while len(owned) > self._count(length):
-            self._drop(owned.pop())
-            self.table[seq, len(owned)] = 0
-            self.version += 1
-
-    def fork(self, source: int, target: int) -> None:
-        """Let a sequence without pages share all pages of another."""
-        for page in self._owned[source]:
-            self._holders[page] += 1
-        self._owned[target] = list(self._owned[source])
-        self.table[target] = self.table[source]
-        self.version += 1
-
-    def _count(self, length: int) -> int:
-        return -(-length // self.page_size)
-
-    def _shared_pages(self, starts: Sequence[int], ends: Sequence[int]) -> list[tuple[int, int]]:
-        """(sequence, place) of pages that would be written to while another sequence holds them too.
-
-        Only the page an append begins in can be one: later ones are new. The last holder to write needs no copy.
-        """
-        found: list[tuple[int, int]] = []
-        left: dict[int, int] = {}
-        for seq, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            place = start // self.page_size
-            if start == end or place >= len(self._owned[seq]):
-                continue
-            page = self._owned[seq][place]
-            holders = left.setdefault(page, self._holders[page])
-            if holders > 1:
-                found.append((seq, place))
-                left[page] = holders - 1
-        return found
-
-    def _give(self, seq: int) -> None:
-        page = self._free.pop()
-        self._holders[page] = 1
-        self.table[seq, len(self._owned[seq])] = page
-        self._owned[seq].append(page)
-
-    def _replace(self, seq: int, place: int) -> tuple[int, int]:
-        old, page = self._owned[seq][place], self._free.pop()
-        self._holders[page] = 1
-        self._holders[old] -= 1
-        self._owned[seq][place] = page
-        self.table[seq, place] = page
-        return old, page
-
-    def _drop(self, page: int) -> None:
-        self._holders[page] -= 1
-        if self._holders[page] == 0:
-            self._free.append(page)
-
-
 class Spot(NamedTuple):
     """Places in one buffer, and which of the packed tokens go there; None: all of them."""
 
@@ -137,6 +37,7 @@ class Storage(abc.ABC):
         self.layout: str = options["layout"]
         self.device: torch.device = options["device"]
         self.max_len: int | None = options["max_len"]
+        self.version = 0  # changes whenever tokens may have moved
         self.planes = planes
         self.buffers: list[list[list[Tensor]]] = [[[] for _ in planes] for _ in range(options["layers"])]
 
@@ -151,11 +52,6 @@ class Storage(abc.ABC):
     def tokens_first(self, buffer: Tensor) -> Tensor:
         """A buffer as [blocks, slots, heads, width], in a form that torch can index."""
         return indexable(buffer if self.layout == "NHD" else buffer.transpose(1, 2))
-
-    @property
-    def version(self) -> int:
-        """Changes whenever tokens may have moved."""
-        return 0
 
     @property
     def nbytes(self) -> int:
@@ -242,25 +138,40 @@ class Contiguous(Storage):
 
 
 class Paged(Storage):
-    """A pool of pages that sequences take as they grow and share after a fork."""
+    """A pool of pages that sequences take as they grow. `table` [batch, max pages] holds them, unused places 0.
+
+    A page may belong to several sequences after `fork`; before one of them writes to it, it gets a copy of its own.
+    """
 
     def __init__(self, options: Mapping[str, Any], planes: tuple[Plane, ...]) -> None:
         super().__init__(options, planes)
-        size: int = options["page_size"]
-        each = -(-options["max_len"] // size)
-        self.table = PageTable(self.batch, size, options["num_pages"] or self.batch * each, each)
-        self.add_buffers(self.table.num_pages, size)
-
-    @property
-    def version(self) -> int:
-        return self.table.version
+        self.page_size: int = options["page_size"]
+        most = self._count(options["max_len"])
+        self.num_pages: int = options["num_pages"] or self.batch * most
+        self.table = torch.zeros((self.batch, most), dtype=torch.int32)
+        self.owned: list[list[int]] = [[] for _ in range(self.batch)]
+        self.free = list(range(self.num_pages - 1, -1, -1))
+        self._holders = [0] * self.num_pages
+        self.add_buffers(self.num_pages, self.page_size)
 
     def reserve(self, starts: Sequence[int], ends: Sequence[int]) -> None:
         """Take pages; shared ones that will be written to are copied first."""
         super().reserve(starts, ends)
-        copies = self.table.grow(starts, ends)
+        shared = self._shared_pages(starts, ends)
+        new = [max(0, self._count(end) - len(owned)) for owned, end in zip(self.owned, ends, strict=True)]
+        wanted = sum(new) + len(shared)
+        if wanted > len(self.free):
+            raise invalid("KV_CACHE_FULL", f"{wanted} new pages", f"{len(self.free)} of {self.num_pages} pages")
+        before = [self.owned[seq][place] for seq, place in shared]
+        copies = [self._take(seq, place) for seq, place in shared]
+        for seq, count in enumerate(new):
+            for _ in range(count):
+                self._take(seq, len(self.owned[seq]))
+        self.version += bool(wanted)
         if copies:
-            source, target = (torch.tensor(side, device=self.device) for side in zip(*copies, strict=True))
+            source, target = (torch.tensor(pages, device=self.device) for pages in (before, copies))
+            for page in before:
+                self._holders[page] -= 1
             for layer in self.buffers:
                 for (buffer,) in layer:
                     raw = indexable(buffer)
@@ -268,20 +179,60 @@ class Paged(Storage):
 
     def release(self, seq: int, length: int) -> None:
         """Pages beyond the length go back to the pool."""
-        self.table.shrink(seq, length)
+        owned = self.owned[seq]
+        while len(owned) > self._count(length):
+            page = owned.pop()
+            self._holders[page] -= 1
+            if self._holders[page] == 0:
+                self.free.append(page)
+            self.table[seq, len(owned)] = 0
+            self.version += 1
 
     def fork(self, source: int, target: int, length: int) -> None:
         """No token is copied before somebody writes."""
-        self.table.fork(source, target)
+        for page in self.owned[source]:
+            self._holders[page] += 1
+        self.owned[target] = list(self.owned[source])
+        self.table[target] = self.table[source]
+        self.version += 1
 
     def place(self, seq: int, position: int) -> tuple[int, int, int]:
-        number, slot = divmod(position, self.table.page_size)
-        return 0, self.table.page(seq, number), slot
+        number, slot = divmod(position, self.page_size)
+        return 0, self.owned[seq][number], slot
 
     def pieces(self, buffers: Sequence[Tensor], seq: int, length: int) -> list[Tensor]:
         """The pages of the sequence, gathered."""
-        pages = self.table.table[seq, : -(-length // self.table.page_size)].to(self.device)
+        pages = self.table[seq, : self._count(length)].to(self.device)
         return [self.tokens_first(buffers[0]).index_select(0, pages).flatten(0, 1)[:length]]
+
+    def _count(self, length: int) -> int:
+        return -(-length // self.page_size)
+
+    def _shared_pages(self, starts: Sequence[int], ends: Sequence[int]) -> list[tuple[int, int]]:
+        """(sequence, place) of pages that would be written to while another sequence holds them too.
+
+        Only the page an append begins in can be one: later ones are new. The last holder to write needs no copy.
+        """
+        found: list[tuple[int, int]] = []
+        left: dict[int, int] = {}
+        for seq, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            place = start // self.page_size
+            if start == end or place >= len(self.owned[seq]):
+                continue
+            page = self.owned[seq][place]
+            holders = left.setdefault(page, self._holders[page])
+            if holders > 1:
+                found.append((seq, place))
+                left[page] = holders - 1
+        return found
+
+    def _take(self, seq: int, place: int) -> int:
+        """A page out of the pool for this place of a sequence."""
+        page = self.free.pop()
+        self._holders[page] = 1
+        self.owned[seq][place : place + 1] = [page]
+        self.table[seq, place] = page
+        return page
 
 
 class Chunked(Storage):
