@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -91,12 +91,9 @@ class RopeScaling:
         given["rope_type"] = _OLDER_NAMES.get(word, word) if isinstance(word, str) else word
         for name, item in given.items():
             if isinstance(item, Mapping):
-                raise invalid(
-                    "TYPE_INVALID",
-                    f"{name}: {type(item).__name__}",
-                    f"the entry of one layer type, scaling[{name!r}]",
-                    f"scaling[{name!r}] is a mapping: this configuration scales layer types apart",
-                )
+                shown, limit = f"{name}: {type(item).__name__}", f"the entry of one layer type, scaling[{name!r}]"
+                message = f"scaling[{name!r}] is a mapping: this configuration scales layer types apart"
+                raise invalid("TYPE_INVALID", shown, limit, message)
             if name not in _NAMES:
                 near = nearest(str(name), _NAMES, 1) or _NAMES
                 raise invalid("SCHEMA_FIELD_UNKNOWN", name, near[0])
@@ -104,19 +101,15 @@ class RopeScaling:
                 given[name] = tuple(item)
         return cls(**given)
 
-    def original_length(self, max_position_embeddings: int | None) -> int:
+    def original_length(self) -> int:
         """The pretraining context; as in transformers the model's own where the entry does not say."""
-        found = self.original_max_position_embeddings or self.model_length(max_position_embeddings)
+        found = self.original_max_position_embeddings or self.max_position_embeddings
         if found is None:
             name = "original_max_position_embeddings"
             raise invalid("SCHEMA_FIELD_MISSING", name, message=f"{self.rope_type} scaling needs {name}")
         if found < 2:
             raise _refusal("original_max_position_embeddings", found, "at least 2")
         return found
-
-    def model_length(self, max_position_embeddings: int | None) -> int | None:
-        """The model's context, from the call or from the entry."""
-        return max_position_embeddings if max_position_embeddings is not None else self.max_position_embeddings
 
 
 _NAMES = tuple(field.name for field in fields(RopeScaling))
@@ -168,14 +161,10 @@ def rope_tables(
     if not isinstance(out, torch.dtype) or not out.is_floating_point:
         raise invalid("DTYPE_UNSUPPORTED", str(out), "a floating dtype")
     rule = RopeScaling.parse(scaling)
-    request = _Request(
-        dim=rotary_dim,
-        base=_base(base, rule),
-        rule=rule,
-        seq_len=length if seq_len is None else seq_len,
-        max_position_embeddings=max_position_embeddings,
-        wide=torch.float64 if out == torch.float64 else torch.float32,
-    )
+    if max_position_embeddings is not None:
+        rule = replace(rule, max_position_embeddings=max_position_embeddings)
+    wide = torch.float64 if out == torch.float64 else torch.float32
+    request = _Request(rotary_dim, _base(base, rule), rule, length if seq_len is None else seq_len, wide)
     frequencies, factor = _VARIANTS[rule.rope_type][0](request)
     # Frequencies are made on the CPU whatever the device: pow rounds differently elsewhere, and every angle scales it.
     positions = torch.arange(length, dtype=request.wide, device=device)
@@ -191,7 +180,6 @@ class _Request:
     base: float
     rule: RopeScaling
     seq_len: int
-    max_position_embeddings: int | None
     wide: torch.dtype
 
 
@@ -227,12 +215,10 @@ def _ntk(request: _Request) -> tuple[Tensor, float]:
 
 def _dynamic(request: _Request) -> tuple[Tensor, float]:
     """NTK with a factor that grows with the sequence once that is longer than the model's context."""
-    longest = request.rule.model_length(request.max_position_embeddings)
-    longest = request.rule.original_max_position_embeddings if longest is None else longest
+    longest = request.rule.max_position_embeddings or request.rule.original_max_position_embeddings
     if longest is None:
-        raise invalid(
-            "SCHEMA_FIELD_MISSING", "max_position_embeddings", message="dynamic scaling needs max_position_embeddings"
-        )
+        name = "max_position_embeddings"
+        raise invalid("SCHEMA_FIELD_MISSING", name, message=f"dynamic scaling needs {name}")
     factor = _factor(request)
     growth = factor * max(request.seq_len, longest) / longest - (factor - 1)
     return 1.0 / _wavelengths(request, request.base * growth ** _base_exponent(request)), 1.0
@@ -241,7 +227,7 @@ def _dynamic(request: _Request) -> tuple[Tensor, float]:
 def _yarn(request: _Request) -> tuple[Tensor, float]:
     """Fast pairs stay, slow pairs are interpolated, those between are mixed; cos and sin grow a little."""
     rule = request.rule
-    original = rule.original_length(request.max_position_embeddings)
+    original = rule.original_length()
     factor = _factor(request, original)
 
     def pair_turning(rotations: float) -> float:
@@ -257,13 +243,12 @@ def _yarn(request: _Request) -> tuple[Tensor, float]:
     ramp = ((torch.arange(request.dim // 2, dtype=request.wide) - low) / (high - low)).clamp(0, 1)
     keep = 1 - ramp
     waves = _wavelengths(request, request.base)
-    attention = rule.attention_factor
-    if attention is None and rule.mscale and rule.mscale_all_dim:
-        attention = _mscale(factor, rule.mscale) / _mscale(factor, rule.mscale_all_dim)
-    return (
-        1.0 / (factor * waves) * (1 - keep) + 1.0 / waves * keep,
-        _mscale(factor, 1.0) if attention is None else attention,
-    )
+    mixed = 1.0 / (factor * waves) * (1 - keep) + 1.0 / waves * keep
+    if rule.attention_factor is not None:
+        return mixed, rule.attention_factor
+    if rule.mscale and rule.mscale_all_dim:
+        return mixed, _mscale(factor, rule.mscale) / _mscale(factor, rule.mscale_all_dim)
+    return mixed, _mscale(factor, 1.0)
 
 
 def _mscale(factor: float, weight: float) -> float:
@@ -274,7 +259,7 @@ def _llama3(request: _Request) -> tuple[Tensor, float]:
     """Long waves are divided by the factor, short ones stay, those between are mixed by their wavelength."""
     rule = request.rule
     assert rule.low_freq_factor is not None and rule.high_freq_factor is not None
-    original = rule.original_length(request.max_position_embeddings)
+    original = rule.original_length()
     frequencies = _default(request)[0]
     rotations = original / (2 * math.pi / frequencies)
     keep = ((rotations - rule.low_freq_factor) / (rule.high_freq_factor - rule.low_freq_factor)).clamp(0, 1)
@@ -284,7 +269,7 @@ def _llama3(request: _Request) -> tuple[Tensor, float]:
 def _longrope(request: _Request) -> tuple[Tensor, float]:
     """A divisor for each pair, found by search: one set up to the original context, one beyond."""
     rule = request.rule
-    original = rule.original_length(request.max_position_embeddings)
+    original = rule.original_length()
     name = "long_factor" if request.seq_len > original else "short_factor"
     divisors = getattr(rule, name)
     if len(divisors) != request.dim // 2:
@@ -310,13 +295,10 @@ def _factor(request: _Request, original: int | None = None) -> float:
     """The factor; where the entry has none, the model's context over the original one."""
     if request.rule.factor is not None:
         return request.rule.factor
-    longest = request.rule.model_length(request.max_position_embeddings)
+    longest = request.rule.max_position_embeddings
     if longest is None or original is None:
-        raise invalid(
-            "SCHEMA_FIELD_MISSING",
-            "factor",
-            message=f"{request.rule.rope_type} scaling needs a factor, or max_position_embeddings to take it from",
-        )
+        needed = f"{request.rule.rope_type} scaling needs a factor, or max_position_embeddings to take it from"
+        raise invalid("SCHEMA_FIELD_MISSING", "factor", message=needed)
     return longest / original
 
 

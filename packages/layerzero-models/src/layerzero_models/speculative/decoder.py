@@ -221,11 +221,6 @@ class SpeculativeDecoder:
         self.config = config if config is not None else SpeculativeConfig()
         self._roles = {name: _Role(name, getattr(self.config, name)) for name in ROLES}
 
-    @property
-    def width(self) -> int:
-        """Tokens drafted a round."""
-        return self.config.draft_len
-
     def scope(self, role: str) -> AbstractContextManager[None]:
         """The settings of a role ("draft", "target", "verify"), for calls made inside the block."""
         if role not in self._roles:
@@ -240,7 +235,7 @@ class SpeculativeDecoder:
     @torch.no_grad()
     def generate(self, prompt: Tensor, max_new_tokens: int, *, generator: torch.Generator | None = None) -> Generation:
         """Continue prompt [B, S] by max_new_tokens tokens a row."""
-        ids, known, limit = _start(prompt, max_new_tokens, self.width)
+        ids, known, limit = _start(prompt, max_new_tokens, self.config.draft_len)
         start = prompt.shape[1]
         clock = Clock(prompt.device)
         fed = torch.zeros_like(known)
@@ -259,7 +254,7 @@ class SpeculativeDecoder:
             advance = torch.minimum(kept + 1, limit - known).where(active, 0)
             _write(ids, known, tokens, advance)
             rounds += 1
-            drafted += int(active.sum()) * self.width
+            drafted += int(active.sum()) * self.config.draft_len
             accepted += int(kept.where(active, 0).sum())
             emitted += int(advance.sum())
             known = known + advance
@@ -271,7 +266,7 @@ class SpeculativeDecoder:
     def _round(
         self, ids: Tensor, known: Tensor, recent: int, clock: Clock, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor]:
-        """Draft, run the target on the draft, and judge it: tokens [B, width + 1] and how many were kept."""
+        """Draft, run the target on the draft, and judge it: tokens [B, draft_len + 1] and how many were kept."""
         config = self.config
         with clock.phase("draft"), self.scope("draft"):
             logits = self.draft(last_tokens(ids, known, recent), known - recent)[:, -1]
