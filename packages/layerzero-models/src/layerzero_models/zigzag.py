@@ -28,14 +28,8 @@ from layerzero.errors import invalid
 from layerzero.model.grouped import GroupedBatch, make_grouped_batch
 from layerzero_models.tensor_parallel import differentiable, place_of
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Chunk:
-    """What a call of its own for one of the two chunks takes: its queries, its keys, and how they are packed."""
-
-    queries: slice
-    keys: Tensor | slice
-    packing: dict[str, Any]
+# What a call of its own for one of the two chunks takes: its queries, its keys, and how they are packed.
+_Chunk = tuple[slice, Tensor | slice, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +50,7 @@ class ZigzagPlan:
     positions: Tensor
     order: Tensor
     batch: GroupedBatch
-    chunks: tuple[_Chunk, _Chunk]
+    chunks: list[_Chunk]
 
     def shard(self, packed: Tensor) -> Tensor:
         """This rank's rows of a packed tensor [total, ...]."""
@@ -111,22 +105,19 @@ def _build(offsets: list[int], sizes: list[int], rank: int, world: int, device: 
         (offsets_q, offsets, kv_lens),
     )
     half = offsets_q[len(sizes)]
-    early, late = (
-        _Chunk(
-            queries=slice(index * half, (index + 1) * half),
-            # One sequence is cut without a copy; several lie apart in the packed keys.
-            keys=slice(0, lens[0]) if len(lens) == 1 else _ranges(offsets, lens).to(device),
-            packing={
-                "cu_seqlens_q": _offsets([0, *accumulate(sizes)], device),
-                "cu_seqlens_k": _offsets([0, *accumulate(lens)], device),
-                "max_seqlen_q": max(sizes, default=0),
-                "max_seqlen_k": max(lens, default=0),
-            },
-        )
-        for index, lens in enumerate(kv_lens)
-    )
+    chunks: list[_Chunk] = []
+    for index, lens in enumerate(kv_lens):
+        # One sequence is cut without a copy; several lie apart in the packed keys.
+        keys = slice(0, lens[0]) if len(lens) == 1 else _ranges(offsets, lens).to(device)
+        packing = {
+            "cu_seqlens_q": _offsets([0, *accumulate(sizes)], device),
+            "cu_seqlens_k": _offsets([0, *accumulate(lens)], device),
+            "max_seqlen_q": max(sizes, default=0),
+            "max_seqlen_k": max(lens, default=0),
+        }
+        chunks.append((slice(index * half, (index + 1) * half), keys, packing))
     tokens, positions = _rows(mine, offsets, sizes), _rows(mine, [0] * len(sizes), sizes)
-    return ZigzagPlan(rank, world, tokens.to(device), positions.to(device), order.to(device), batch, (early, late))
+    return ZigzagPlan(rank, world, tokens.to(device), positions.to(device), order.to(device), batch, chunks)
 
 
 def _offsets(numbers: Any, device: torch.device) -> Tensor:
@@ -205,17 +196,10 @@ def zigzag_attention_gathered(
     if use_grouped_attention:
         out: Tensor = grouped_attention(query, keys, values, plan.batch, causal=True, scale=scale, backend=backend)
         return out
+    words: dict[str, Any] = {"is_causal": "bottom_right", "scale": scale, "backend": backend}
     outs = [
-        varlen_attention(
-            query[chunk.queries],
-            keys[chunk.keys],
-            values[chunk.keys],
-            **chunk.packing,
-            is_causal="bottom_right",
-            scale=scale,
-            backend=backend,
-        )
-        for chunk in plan.chunks
+        varlen_attention(query[queries], keys[chosen], values[chosen], **packing, **words)
+        for queries, chosen, packing in plan.chunks
     ]
     return torch.cat(outs)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from layerzero.dispatch.late import current_world, miss, recover
 from layerzero.errors import InvalidInputError, invalid
+from layerzero.model.checks import context_of
 from layerzero.model.context import Context
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, Op
@@ -68,8 +69,7 @@ def canonical_ids(ids: Any) -> list[Any]:
             raise invalid("TYPE_INVALID", f"ids: {ids.dtype} of rank {ids.ndim}", "integers of rank 1 or 2")
     elif isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
         raise invalid("TYPE_INVALID", f"ids: {type(ids).__name__}", "a list or tensor of token ids")
-    found = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-    return found
+    return ids.tolist() if hasattr(ids, "tolist") else list(ids)  # type: ignore[no-any-return]
 
 
 # -- the ops -------------------------------------------------------------------------------------------
@@ -237,31 +237,17 @@ def _unhashable(*options: Any) -> InvalidInputError:
     return InvalidInputError(code="TYPE_INVALID", value=type(wrong).__name__, limit="a flag, or the name of a backend")
 
 
-def _context(call: Call, op: str, tokenizer: Any, needs: set[str], *, return_offsets: bool = False) -> Context:
-    tokenizer = handle_of(tokenizer)
-    if tokenizer.live:
-        needs.add("live_tokenizer")
-    return Context(
-        op=op,
-        device=call.device,
-        dtype="text",
-        needs=frozenset(needs),
-        kind=OpKind.TOKENIZATION,
-        dtypes=("text",),
-        backend=call.backend,
-        tokenizer=tokenizer.identity_for(return_offsets),
-    )
+def _context(call: Call, op: str, handle: Any, needs: dict[str, object]) -> Context:
+    needs["live_tokenizer"] = handle.live
+    identity = handle.identity_for(bool(needs.get("offsets")))
+    return context_of(call, op, "text", {}, needs, kind=OpKind.TOKENIZATION, dtypes=("text",), tokenizer=identity)
 
 
 def _describe_encode(call: Call) -> Context:
     text, tokenizer, _, return_offsets, parse_special = call.args
     check_text(text)
-    needs = {"text_batch"} if isinstance(text, list) else set()
-    if return_offsets:
-        needs.add("offsets")
-    if not parse_special:
-        needs.add("plain_special")
-    return _context(call, "tokenize", tokenizer, needs, return_offsets=bool(return_offsets))
+    needs = {"text_batch": isinstance(text, list), "offsets": return_offsets, "plain_special": not parse_special}
+    return _context(call, "tokenize", handle_of(tokenizer), needs)
 
 
 def _describe_decode(call: Call) -> Context:
@@ -272,7 +258,7 @@ def _describe_decode(call: Call) -> Context:
         wrong = handle.unknown_id(row)
         if wrong is not None:
             raise InvalidInputError(code="TOKEN_ID_INVALID", value=str(wrong), limit=handle.vocab_size)
-    return _context(call, "detokenize", handle, {"text_batch"} if many else set())
+    return _context(call, "detokenize", handle, {"text_batch": many})
 
 
 def _canonical_encode(given: dict[str, Any]) -> tuple[Any, ...]:

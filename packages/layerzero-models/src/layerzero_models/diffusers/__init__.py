@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -81,14 +82,11 @@ def patched(model: Any) -> PatchReport | None:
             left.append(Left(name, type(part).__name__, "not patched"))
             continue
         found, sizes = True, sizes | report.sizes
-        parts += [Patched(_under(name, item.name), item.kind, item.op) for item in report.patched]
-        left += [Left(_under(name, item.name), item.kind, item.why) for item in report.left]
+        # "" is the component itself
+        parts += [replace(item, name=f"{name}.{item.name}".removesuffix(".")) for item in report.patched]
+        left += [replace(item, name=f"{name}.{item.name}".removesuffix(".")) for item in report.left]
     told = PatchReport("diffusers", version(), type(model).__name__, tuple(parts), tuple(left), sizes=sizes)
     return told if found else None
-
-
-def _under(component: str, name: str) -> str:
-    return f"{component}.{name}" if name else component
 
 
 def _components(pipeline: Any) -> Iterator[tuple[str, Any, Any]]:
