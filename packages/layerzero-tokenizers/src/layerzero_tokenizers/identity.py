@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -173,13 +173,8 @@ class Tokenizer:
         self.namespace = namespace
         self.pad_id, self.bos_id, self.eos_id = (opened.special.get(name) for name in ("pad", "bos", "eos"))
         self.identity = self.fingerprint.identity(namespace)
-        self._with_offsets = replace(self.identity, return_offsets=True)
         self.tokenizer_id = self.identity.tokenizer_id
         self.lz_key = f"{self.tokenizer_id}/live" if live else self.tokenizer_id
-
-    def identity_for(self, return_offsets: bool) -> TokenizerIdentity:
-        """What selection sees of it."""
-        return self._with_offsets if return_offsets else self.identity
 
     def within(self, namespace: str) -> Tokenizer:
         """The same tokenizer in another namespace: nothing cached in one is seen in another."""
@@ -199,10 +194,6 @@ class Tokenizer:
         if not self.splits:
             return 0
         return CACHE.remember(self.engines[self.home], self.tokenizer_id, text, parse_special)
-
-    def unknown_id(self, ids: Sequence[Any]) -> Any:
-        """The first id that is none of this tokenizer's, None when all are."""
-        return self.engines[self.home].unknown_id(ids)
 
     def __repr__(self) -> str:
         served = "+".join(sorted(self.engines))

@@ -8,6 +8,7 @@ may run only where it was proven to give the same ids.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
@@ -69,7 +70,7 @@ def canonical_ids(ids: Any) -> list[Any]:
             raise invalid("TYPE_INVALID", f"ids: {ids.dtype} of rank {ids.ndim}", "integers of rank 1 or 2")
     elif isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
         raise invalid("TYPE_INVALID", f"ids: {type(ids).__name__}", "a list or tensor of token ids")
-    return ids.tolist() if hasattr(ids, "tolist") else list(ids)  # type: ignore[no-any-return]
+    return ids.tolist() if hasattr(ids, "tolist") else list(ids)
 
 
 # -- the ops -------------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ def _unhashable(*options: Any) -> InvalidInputError:
 
 def _context(call: Call, op: str, handle: Any, needs: dict[str, object]) -> Context:
     needs["live_tokenizer"] = handle.live
-    identity = handle.identity_for(bool(needs.get("offsets")))
+    identity = replace(handle.identity, return_offsets=bool(needs.get("offsets")))
     return context_of(call, op, "text", {}, needs, kind=OpKind.TOKENIZATION, dtypes=("text",), tokenizer=identity)
 
 
@@ -255,7 +256,7 @@ def _describe_decode(call: Call) -> Context:
     handle = handle_of(tokenizer)
     many = bool(ids) and not isinstance(ids[0], int)
     for row in ids if many else (ids,):
-        wrong = handle.unknown_id(row)
+        wrong = handle.engines[handle.home].unknown_id(row)
         if wrong is not None:
             raise InvalidInputError(code="TOKEN_ID_INVALID", value=str(wrong), limit=handle.vocab_size)
     return _context(call, "detokenize", handle, {"text_batch": many})

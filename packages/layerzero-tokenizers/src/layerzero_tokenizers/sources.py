@@ -43,8 +43,7 @@ def load(source: Any, *, namespace: str = "", prove: bool = True, thorough: bool
     if isinstance(source, Tokenizer):
         return source.within(namespace) if namespace else source
     with _lock:
-        opened = _open(source)
-        return _handle(opened, namespace=namespace, live=False, prove=prove, thorough=thorough)
+        return _handle(_open(source), namespace=namespace, live=False, prove=prove, thorough=thorough)
 
 
 def resolve(source: Any) -> Tokenizer:
@@ -103,8 +102,7 @@ def _named(name: str) -> Tokenizer:
         known = _paths.get(name)
         if known is not None and known[0] == stamp:
             return known[1]
-        opened = _open(path if stamp else name)
-        handle = _handle(opened, live=False, prove=True)
+        handle = _handle(_open(path if stamp else name), live=False, prove=True)
         if known is not None:
             _changed(known[1], handle.fingerprint)
         _paths[name] = (stamp, handle)

@@ -44,26 +44,20 @@ def _layer_forward(self: Any, input: Tensor) -> Tensor:
 def norm_of(module: nn.Module) -> tuple[Forward, str] | str | None:
     """The forward and op for a norm, a word on why it is left alone, or None for a module that is no norm of ours."""
     kind = type(module)
-    shape: Any
-    if kind.__name__ == "RMSNorm":
-        if kind is not nn.RMSNorm and kind.__module__ != "diffusers.models.normalization":
-            return None
-        shape = module.normalized_shape if kind is nn.RMSNorm else module.dim
-        if getattr(module, "bias", None) is not None:
-            return "lz.rms_norm has no bias"
-        if len(shape) != 1:
-            return "it goes over several axes"
-        return types.MethodType(_rms_forward, module), "rms_norm"
-    if kind is nn.LayerNorm:
-        shape = module.normalized_shape
-        if len(shape) != 1:
-            return "it goes over several axes"
-        return types.MethodType(_layer_forward, module), "layer_norm"
+    theirs = kind.__name__ == "RMSNorm" and kind.__module__ == "diffusers.models.normalization"
     if kind.__name__ == "FP32LayerNorm":
         return "computes in float32 whatever it is given"
     if kind is nn.GroupNorm:
         return "LayerZero has no group norm"
-    return None
+    if not theirs and kind not in (nn.RMSNorm, nn.LayerNorm):
+        return None
+    if kind is not nn.LayerNorm and getattr(module, "bias", None) is not None:
+        return "lz.rms_norm has no bias"
+    shape: Any = module.dim if theirs else module.normalized_shape
+    if len(shape) != 1:
+        return "it goes over several axes"
+    forward, op = (_layer_forward, "layer_norm") if kind is nn.LayerNorm else (_rms_forward, "rms_norm")
+    return types.MethodType(forward, module), op
 
 
 _ACTIVATIONS = {"GEGLU": "gelu", "SwiGLU": "silu"}
