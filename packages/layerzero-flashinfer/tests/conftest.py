@@ -337,7 +337,7 @@ def recorded():
 @pytest.fixture
 def vendor(recorded, monkeypatch, tmp_path):
     """The double in FlashInfer's place, and adapters that have not met another."""
-    from layerzero_flashinfer import batched, plans, ragged, rope, selection, single, workspace
+    from layerzero_flashinfer import batched, plans, ragged, rope, sampling, single, workspace
     from layerzero_flashinfer import vendor as door
 
     double = Double(recorded)
@@ -349,7 +349,7 @@ def vendor(recorded, monkeypatch, tmp_path):
     kept = (single._modules, single._calls, batched._plans, ragged._plans, plans._free, workspace._known)
     for found in kept:
         found.clear()
-    found_once = (door.lib, rope._inner, selection._inner)  # a test may put others in their place
+    found_once = (door.lib, rope._inner, sampling._inner)  # a test may put others in their place
     for once in found_once:
         once.cache_clear()
     yield double

@@ -10,7 +10,7 @@ import torch
 
 from layerzero.numerics import assert_close
 from layerzero.registry.capabilities import load_capabilities
-from layerzero_flashinfer import plugin, rope, selection
+from layerzero_flashinfer import plugin, rope, sampling
 from layerzero_verify.testing.cases import cases_of, load_cases
 from layerzero_verify.testing.kit import import_string, operation
 from layerzero_verify.testing.run import bounds
@@ -104,7 +104,7 @@ def test_the_tokens_are_those_of_the_built_in_kernels(vendor, monkeypatch, kerne
     """Ties at the cut, bans, NaN and infinities included; bfloat16 logits of 2000 tokens have many equals."""
     spec = KERNELS[kernel_id]
     if not inner:
-        monkeypatch.setattr(selection, "_inner", lambda: None)
+        monkeypatch.setattr(sampling, "_inner", lambda: None)
     logits = torch.randn(64, 2000, generator=torch.Generator().manual_seed(3)).to(dtype)
     logits[1] = logits[1].round()  # hundreds of equals around the cut
     logits[2, 7] = torch.inf

@@ -431,13 +431,13 @@ def test_rope_reads_heads_where_they_lie(layout, gap):
 
 def test_the_functions_behind_the_public_calls_are_known(real):
     """Else every call takes the longer way, which is right but slow."""
-    from layerzero_flashinfer import rope, selection, single
+    from layerzero_flashinfer import rope, sampling, single
 
     if not real.__version__.startswith("0.6."):
         pytest.skip(f"written for 0.6, this is {real.__version__}")
     usable("flashinfer.rope.tables")
     usable("flashinfer.sample.radix")
-    assert rope._inner() is not None and selection._inner() is not None
+    assert rope._inner() is not None and sampling._inner() is not None
     usable("flashinfer.attention.single_fa2", dtype="bfloat16", head_dim=128, batch=1, seq_len_q=64)
     q = torch.randn(1, 64, 8, 128, device=CUDA, dtype=torch.bfloat16)
     single.prefill_fa2(q, q, q, None, 0.0, True, None, None, None, None, False)

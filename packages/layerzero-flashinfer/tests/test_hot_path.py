@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import layerzero as lz
-from layerzero_flashinfer import paged, rope, sampling, selection, single
+from layerzero_flashinfer import paged, rope, sampling, single
 
 BF = torch.bfloat16
 
@@ -131,7 +131,7 @@ def test_a_sample_is_a_selection_a_largest_a_number_and_one_launch(vendor, monke
             return lambda *args, **constants: launched.append((grid, constants["SLOTS"]))
 
     monkeypatch.setattr(sampling, "_kernel", lambda host: Kernel())
-    monkeypatch.setattr(selection, "_inner", lambda: lambda *args: None)
+    monkeypatch.setattr(sampling, "_inner", lambda: lambda *args: None)
     logits = torch.zeros(3, 1000)
     names = counted(lambda: sampling.sample(logits, 50, 0.9, None, 1.0, None))
     assert names == ["amax", "empty", "empty", "rand"]
@@ -174,14 +174,14 @@ def test_selections_of_one_stream_need_no_event_and_another_stream_waits_once(ve
         return streams[now[0]]
 
     monkeypatch.setattr(torch.cuda, "current_stream", current)
-    monkeypatch.setattr(selection, "place", lambda values: (0, now[0]))
-    monkeypatch.setattr(selection, "_orders", {})
+    monkeypatch.setattr(sampling, "place", lambda values: (0, now[0]))
+    monkeypatch.setattr(sampling, "_orders", {})
     values = torch.randn(2, 30)
 
     def on(stream):
         log.clear()
         now[0] = stream
-        selection.select(values, 5)
+        sampling.select(values, 5)
         return list(log)
 
     assert (on(1), on(1)) == (["asked"], [])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,8 +19,8 @@ from torch import Tensor
 from layerzero.errors import InvalidInputError
 from layerzero.model.attention import scaled
 from layerzero.model.grouped import GroupedBatch, Lengths, Segment
+from layerzero_flashinfer.options import LN2, live_rows, no_keys
 
-_LN2 = math.log(2.0)
 _CAUSAL, _FULL, _NHD = 1, 0, 0
 _HEAD_DIMS = (64, 128, 256)
 _HALVES = (torch.float16, torch.bfloat16)
@@ -38,21 +37,13 @@ class Requests(NamedTuple):
 
 def requests(segments: tuple[Segment, ...], causal: bool) -> Requests:
     """Every segment with its keys."""
-    offsets, starts, lens = [0], [], []
+    rows, starts, lens = [], [], []
     for s in segments:
-        hidden = s.q_len if s.kv_len == 0 else max(0, s.q_len - s.kv_len) if causal else 0
-        for count, keys in ((hidden, 0), (s.q_len - hidden, s.kv_len)):
-            if count:
-                offsets.append(offsets[-1] + count)
-                starts.append(s.k_start)
-                lens.append(keys)
-    return Requests(tuple(offsets), tuple(starts), tuple(lens))
-
-
-def unseen(plan: Requests) -> tuple[tuple[int, int], ...]:
-    """Rows that see no key, as ranges: the kernel writes a large negative number for their log-sum-exp."""
-    rows = itertools.pairwise(plan.offsets_q)
-    return tuple(place for place, keys in zip(rows, plan.lens_k, strict=True) if keys == 0)
+        queries, keys = live_rows(causal, [s.q_len], [s.kv_len])
+        rows += queries
+        starts += [s.k_start] * len(keys)
+        lens += keys
+    return Requests((0, *itertools.accumulate(rows)), tuple(starts), tuple(lens))
 
 
 class _Planned(NamedTuple):
@@ -65,7 +56,7 @@ class _Planned(NamedTuple):
     pinned: Tensor
     offsets_q: Tensor
     starts_k: Tensor
-    unseen: tuple[tuple[int, int], ...]
+    unseen: tuple[tuple[int, int], ...]  # the kernel writes a large negative number for their log-sum-exp
 
 
 def _pinned(size: int) -> Tensor:
@@ -93,7 +84,8 @@ def _planned(
         floats, ints, pinned, host_q, host_k, host_len, rows, len(plan.lens_k), heads, kv_heads, 1, False, dim, dim,
         causal, -1,
     )  # fmt: skip
-    return _Planned(module, info, floats, ints, pinned, host_q.to(device), host_k.to(device), unseen(plan))
+    unseen = no_keys(False, host_q.diff().tolist(), plan.lens_k)
+    return _Planned(module, info, floats, ints, pinned, host_q.to(device), host_k.to(device), unseen)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, batch: GroupedBatch) -> None:
@@ -125,7 +117,7 @@ def grouped_attention(
     )  # fmt: skip
     if logs is None:
         return out
-    logs = logs * _LN2
+    logs = logs * LN2
     for first, last in plan.unseen:
         logs[first:last] = -torch.inf
     return out, logs

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.model.attention import offsets
 from layerzero.model.kv_cache import PagedBatch
 from layerzero_flashinfer.options import options
-from layerzero_flashinfer.plans import Buffer, Lengths, Plan, Problem, capturing, plan_batch, refuse_planning, starts_of
+from layerzero_flashinfer.plans import Buffer, Lengths, Plan, Problem, capturing, plan_batch, refuse_planning
 from layerzero_flashinfer.vendor import lib
 from layerzero_flashinfer.workspace import place
 
@@ -30,7 +31,7 @@ class LatentPlan(Plan):
     def _plan(self, wrapper: Any, lengths: Lengths) -> None:
         problem = self.problem
         wrapper.plan(
-            starts_of(lengths.queries), lengths.starts, lengths.pages,
+            *offsets(lengths.queries), lengths.starts, lengths.pages,
             torch.tensor(lengths.contexts, dtype=torch.int32), problem.heads, problem.head_dim, problem.rope_dim,
             problem.page_size, problem.options.causal, problem.options.scale, problem.dtype, problem.kv_dtype,
         )  # fmt: skip

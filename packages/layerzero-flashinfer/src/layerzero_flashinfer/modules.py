@@ -104,24 +104,15 @@ def _attention(op: str, shape: Mapping[str, Any], only: Sequence[str] | None) ->
     cache = _dtype(shape.get("kv_cache_dtype") or shape.get("dtype"))
     if dtype.itemsize != 2 or width not in _WIDTHS:
         return  # no kernel of ours, and one module that does not compile would cost all of them
-    flags = bool(shape.get("window")), bool(shape.get("softcap"))
-    sizes = (width, width, 0, *flags)
+    sizes = (width, width, 0, bool(shape.get("window")), bool(shape.get("softcap")))
     alone = op == "attention" and int(shape.get("batch", 1)) == 1
+    kind, dtypes = ("single", (dtype, dtype, dtype)) if alone else ("batch", (dtype, cache, dtype, torch.int32))
     for template in _templates(cache) if only is None else only:
-        if template == "decode":
-            continue
-        if alone:
-            yield _generator("attention", "gen_single_prefill_module")(template, dtype, dtype, dtype, *sizes, False)
-        else:
-            make = _generator("attention", "gen_batch_prefill_module")
-            yield make(template, dtype, cache, dtype, torch.int32, *sizes, False)
+        if template != "decode":
+            yield _generator("attention", f"gen_{kind}_prefill_module")(template, *dtypes, *sizes, False)
     one_query = op != "varlen_attention" and int(shape.get("seq_len_q", 1)) == 1
-    if "decode" not in (only or (("decode",) if one_query else ())):
-        return
-    if alone:
-        yield _generator("attention", "gen_single_decode_module")(dtype, dtype, dtype, *sizes)
-    else:
-        yield _generator("attention", "gen_batch_decode_module")(dtype, cache, dtype, torch.int32, *sizes)
+    if "decode" in (only or (("decode",) if one_query else ())):
+        yield _generator("attention", f"gen_{kind}_decode_module")(*dtypes, *sizes)
 
 
 def _templates(cache: torch.dtype) -> tuple[str, ...]:

@@ -11,27 +11,24 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from layerzero.model.attention import no_keys
+from layerzero.model import attention
 from layerzero_flashinfer.options import live_rows, options
-from layerzero_flashinfer.plans import Lengths, Plan, Problem, problem_of, refuse_planning, starts_of
+from layerzero_flashinfer.plans import Lengths, Plan, Problem, problem_of, refuse_planning
 from layerzero_flashinfer.workspace import place
 
 _KEPT = 8
 
 
-class _Kept:
+class _Kept(NamedTuple):
     """A plan and the offsets it is for; another tensor that has taken their address is not taken for them."""
 
-    __slots__ = ("counts", "plan", "sources")
-
-    def __init__(self, made: Plan, offsets: tuple[Tensor, Tensor], counts: tuple[int, int]) -> None:
-        self.plan = made
-        self.counts = counts
-        self.sources = tuple(weakref.ref(item) for item in offsets)
+    plan: Plan
+    sources: tuple[weakref.ref[Tensor], ...]
+    counts: tuple[int, int]
 
     def serves(self, offsets: tuple[Tensor, Tensor], counts: tuple[int, int]) -> bool:
         return counts == self.counts and all(ref() is item for ref, item in zip(self.sources, offsets, strict=True))
@@ -61,11 +58,10 @@ def _planned(problem: Problem, query: Tensor, offsets: tuple[Tensor, Tensor]) ->
         tuple(stop - start for start, stop in itertools.pairwise(starts)) for starts in (starts_q, starts_k)
     )
     split_q, split_k = live_rows(problem.options.causal, queries, contexts)
-    lengths = Lengths(split_q, split_k, starts_of(split_k), None, None)
-    made = Plan(problem, where, query.device, lengths)
+    made = Plan(problem, where, query.device, Lengths(split_q, split_k, *attention.offsets(split_k), None, None))
     if counts is not None:
         with _guard:
-            _plans[key] = _Kept(made, offsets, counts)
+            _plans[key] = _Kept(made, tuple(map(weakref.ref, offsets)), counts)
             while len(_plans) > _KEPT:
                 _plans.popitem(last=False)
     return made
@@ -90,7 +86,7 @@ def _kernel(kind: str) -> Callable[..., Any]:
         return_lse: bool,
     ) -> Any:
         if key.shape[0] == 0:  # no sequence has a key
-            return no_keys(query, value, return_lse)
+            return attention.no_keys(query, value, return_lse)
         asked = options(is_causal, window, softcap, scale, query.shape[-1])
         problem = problem_of(kind, query, key, 1, asked)
         return _planned(problem, query, (cu_seqlens_q, cu_seqlens_k)).run(query, key, value, return_lse)

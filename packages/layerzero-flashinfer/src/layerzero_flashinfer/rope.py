@@ -48,20 +48,16 @@ def rope(
     positions = _positions(position_ids, batch, seq, q.device)
     rows_q, rows_k = _rows(q, batch, seq), _rows(k, batch, seq)
     inner = _inner()
+    if inner is None:
+        out_q, out_k = _publicly(rows_q, rows_k, table, positions, interleaved)
+    else:
+        out_q, out_k = (rows_q, rows_k) if inplace else (torch.empty_like(rows_q), torch.empty_like(rows_k))
+        inner(rows_q, rows_k, out_q, out_k, table, positions, interleaved)
     if inplace:
-        if inner is not None:
-            inner(rows_q, rows_k, rows_q, rows_k, table, positions, interleaved)
-        else:
-            rows_q, rows_k = _publicly(rows_q, rows_k, table, positions, interleaved)
-        for item, rotated in ((q, rows_q), (k, rows_k)):
+        for item, rotated in ((q, out_q), (k, out_k)):
             if rotated.data_ptr() != item.data_ptr():  # was gathered first
                 item.copy_(rotated.view(item.shape))
     else:
-        if inner is not None:
-            out_q, out_k = torch.empty_like(rows_q), torch.empty_like(rows_k)
-            inner(rows_q, rows_k, out_q, out_k, table, positions, interleaved)
-        else:
-            out_q, out_k = _publicly(rows_q, rows_k, table, positions, interleaved)
         q, k = (out_q[None], out_k[None]) if batch == 1 else (out_q.view(shape), out_k.view(k.shape))
     return (q.transpose(1, 2), k.transpose(1, 2)) if layout == "BHSD" else (q, k)
 

@@ -16,6 +16,9 @@ import math
 import os
 import shutil
 import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,11 +26,13 @@ from torch import Tensor
 
 from layerzero.model.context import Context
 from layerzero.reasons import Reason, reason
-from layerzero_flashinfer.selection import chosen_publicly, select
+from layerzero_flashinfer.vendor import lib, part, starts_with
+from layerzero_flashinfer.workspace import place, workspace
 
 _SLACK = 1e-9  # mass this close to p counts as reached, as the op has it
 _SLOTS = (64, 512)  # of one program: few sizes, each of which is compiled once; larger ones take the compiler too long
 _TILE, _WARPS = 4096, 8
+_RADIX = ("input", "top_k", "row_states_buffer", "output_values")
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
@@ -143,7 +148,7 @@ def prepare(dtype: torch.dtype) -> None:
     """Compile the launch for logits of this type, on the current device; for warming up."""
     if not torch.cuda.is_available() or _kernel(False) is None:
         return
-    ids = torch.int64 if chosen_publicly() else torch.int32
+    ids = torch.int64 if _inner() is None else torch.int32  # the public door gives places as int64
     kinds = (dtype, dtype, ids, dtype, torch.float64, torch.int64)
     for slots in _SLOTS:
         _kernel(False).warmup(*kinds, 1, 1, 0, 0, 0, SLOTS=slots, TILE=_TILE, num_warps=_WARPS, grid=(1,))
@@ -187,3 +192,50 @@ def _head(logits: Tensor, count: int) -> Tensor:
     wanted = (~above).cumsum(dim=-1) - 1
     filled = torch.where(above, ids, equals.gather(1, wanted.clamp(min=0)))
     return filled.clamp(max=vocab - 1).sort(dim=-1).values
+
+
+# -- the selection ------------------------------------------------------------------------------------------
+# A launch may be several blocks a row that wait for each other, so two launches must not run at a time: each could hold
+# the processors that the other waits for, and both count into one buffer. Calls of one stream follow each other anyway;
+# a call of another stream waits for the stream before it, and only then is there an event.
+@functools.cache
+def _inner() -> Callable[..., Any] | None:
+    """What the public call ends in, without its conversions; None: only the public door is known."""
+    found = getattr(part("topk").get_topk_module(), "radix_topk", None)
+    return found if found is not None and starts_with(found, _RADIX) else None
+
+
+@dataclass(slots=True, eq=False)
+class _Order:
+    """Calls of one device, one stream after another."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    raw: int = 0  # the stream of the last call, as the driver knows it
+    stream: Any = None  # and as torch does
+
+
+_orders: dict[int, _Order] = {}
+
+
+def select(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of each row of [B, V] without gaps, in any order, and their places (int32, or int64).
+
+    Which of several equals is taken is nobody's promise.
+    """
+    where = index, raw = place(values)
+    order = _orders.get(index) or _orders.setdefault(index, _Order())
+    with order.lock:
+        if index >= 0 and (order.stream is None or order.raw != raw):
+            _wait(order, torch.cuda.current_stream(values.device), raw)
+        inner = _inner()
+        if inner is None:
+            return lib().top_k(values, count)  # type: ignore[no-any-return]
+        found = torch.empty((values.shape[0], count), dtype=values.dtype, device=values.device)
+        return found, inner(values, count, workspace(where, values.device).states, found)
+
+
+def _wait(order: _Order, stream: Any, raw: int) -> None:
+    """From now on calls are this stream's, after all that the one before has been given."""
+    if order.stream is not None:
+        stream.wait_event(order.stream.record_event())
+    order.stream, order.raw = stream, raw

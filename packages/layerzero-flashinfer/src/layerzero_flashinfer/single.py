@@ -89,7 +89,8 @@ def _prefill(backend: str, *, one_query: bool = False) -> Callable[..., Any]:
             query = query * asked.turned
         q, k, v = query[0], key[0], value[0]
         if run is None:
-            out, lse = _public_prefill(backend, q, k, v, asked, return_lse)
+            more = {"causal": asked.causal, "kv_layout": "NHD", "backend": backend}
+            out, lse = _publicly(lib().single_prefill_with_kv_cache, q, k, v, asked, return_lse, **more)
         else:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)  # half the price of naming size and device
             lse = torch.empty((rows, shape[2]), dtype=torch.float32, device=query.device) if return_lse else None
@@ -132,7 +133,8 @@ def decode(
     q, k, v = query[0, 0].contiguous(), key[0], value[0]
     order, (k, v) = _packed(k, v)
     if run is None:
-        out, lse = _public_decode(q, k, v, order, asked, return_lse)
+        more = {"kv_layout": "NHD" if order == _NHD else "HND", "use_tensor_cores": False}
+        out, lse = _publicly(lib().single_decode_with_kv_cache, q, k, v, asked, return_lse, **more)
     else:
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[0], dtype=torch.float32, device=q.device) if return_lse else None
@@ -155,17 +157,10 @@ def _packed(key: Tensor, value: Tensor) -> tuple[int, tuple[Tensor, Tensor]]:
     return _NHD, (key.contiguous(), value.contiguous())
 
 
-def _public_prefill(backend: str, q: Tensor, k: Tensor, v: Tensor, asked: Any, return_lse: bool) -> Any:
-    found = lib().single_prefill_with_kv_cache(
-        q, k, v, causal=asked.causal, kv_layout="NHD", pos_encoding_mode="NONE", sm_scale=asked.scale,
-        window_left=asked.window, logits_soft_cap=asked.softcap, backend=backend, return_lse=return_lse,
-    )  # fmt: skip
-    return found if return_lse else (found, None)
-
-
-def _public_decode(q: Tensor, k: Tensor, v: Tensor, order: int, asked: Any, return_lse: bool) -> Any:
-    found = lib().single_decode_with_kv_cache(
-        q, k, v, kv_layout="NHD" if order == _NHD else "HND", pos_encoding_mode="NONE", use_tensor_cores=False,
-        window_left=asked.window, logits_soft_cap=asked.softcap, sm_scale=asked.scale, return_lse=return_lse,
+def _publicly(door: Any, q: Tensor, k: Tensor, v: Tensor, asked: Options, return_lse: bool, **more: Any) -> Any:
+    """By a public door of FlashInfer's; `more` is what only this one takes."""
+    found = door(
+        q, k, v, **more, pos_encoding_mode="NONE", window_left=asked.window, logits_soft_cap=asked.softcap,
+        sm_scale=asked.scale, return_lse=return_lse,
     )  # fmt: skip
     return found if return_lse else (found, None)

@@ -16,7 +16,9 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
+from layerzero.env import read
 from layerzero.errors import BackendNotAvailableError
+from layerzero.plugin.artifacts import cache_folder
 from layerzero.reasons import reason
 
 _BASE = "FLASHINFER_WORKSPACE_BASE"
@@ -38,10 +40,7 @@ def part(name: str) -> Any:
 
 def cache_base(env: MutableMapping[str, str]) -> Path:
     """The folder below which compiled kernels are kept, when the user names none for FlashInfer itself."""
-    if env.get(_OURS):
-        return Path(env[_OURS]) / "flashinfer"
-    root = env.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(root) / "layerzero" / "jit" / "flashinfer"
+    return cache_folder(read(env)) / "flashinfer"
 
 
 def prepare(env: MutableMapping[str, str]) -> Path:
