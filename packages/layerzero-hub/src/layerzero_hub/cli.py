@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from layerzero_hub import lockfile, signing
 from layerzero_hub.errors import refuse
 from layerzero_hub.installing import Finding, audit, install, prune, verify
 from layerzero_hub.lockfile import Lock, expiry
-from layerzero_hub.locking import Progress, lock_kernels, refuse_cheats, save, without
+from layerzero_hub.locking import lock_kernels, refuse_cheats, save, without
 from layerzero_hub.names import check_repo_id
 from layerzero_hub.policy import HubPolicy, discovered
 from layerzero_hub.probe import Prober
@@ -84,7 +83,7 @@ def lock_command(
         wanted = [kernel.key for kernel in (known.kernels if known else ())]
     if not wanted:
         raise click.UsageError("name kernels as owner/name@version")
-    with _progress() as progress, Prober() as prober:
+    with progress_bar("bytes") as progress, Prober() as prober:
         lock = lock_kernels(
             wanted,
             connect(policy),
@@ -109,7 +108,7 @@ def lock_command(
 def install_command(policy: HubPolicy, frozen: bool, allow_rollback: bool, everywhere: bool) -> Answer:
     """Bring the store to what the lock says; what is there and right is not fetched again."""
     lock = signing.read_lock(policy, allow_rollback=allow_rollback)
-    with _progress() as progress:
+    with progress_bar("bytes") as progress:
         found = install(
             lock,
             policy,
@@ -241,9 +240,13 @@ def quarantine_command(policy: HubPolicy, digest: str | None) -> Answer:
 
 
 # -- words ----------------------------------------------------------------------------------------------------------
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
+
+
 def _wanted(text: str) -> tuple[str, int]:
     repo_id, _, version = text.partition("@")
-    if not version.isascii() or not version.isdigit():
+    if not _is_number(version):
         raise refuse("HUB_ID_INVALID", text, detail="owner/name@version, for example org/fast-norm@1")
     return repo_id, int(version)
 
@@ -258,7 +261,7 @@ def dependencies(project: Path) -> list[tuple[str, int]]:
     found = []
     for repo_id, version in table.items():
         text = str(version.get("version") if isinstance(version, dict) else version)
-        if not text.isascii() or not text.isdigit():
+        if not _is_number(text):
             raise refuse("HUB_POLICY_INVALID", "dependencies", f"{repo_id}: a version number, not {text}")
         found.append((check_repo_id(repo_id), int(text)))
     return found
@@ -267,7 +270,7 @@ def dependencies(project: Path) -> list[tuple[str, int]]:
 def _expiry(text: str) -> str:
     if text == "never":
         return ""
-    if not text.isascii() or not text.isdigit() or not 0 < int(text[:9]) <= 36500:
+    if not _is_number(text) or not 0 < int(text[:9]) <= 36500:
         raise click.BadParameter("a number of days, or 'never'", param_hint="--expires")
     return expiry(int(text))
 
@@ -309,10 +312,3 @@ def _answer(found: Sequence[Finding], above: Sequence[Block] = ()) -> Answer:
     table = Table(("", "kernel", "build", "digest", ""), rows)
     code = OK if all(finding.ok for finding in found) else PROBLEM
     return Answer([finding.to_json() for finding in found], [*above, table], code)
-
-
-@contextmanager
-def _progress() -> Iterator[Progress | None]:
-    """A bar on standard error for somebody who watches; nothing when piped."""
-    with progress_bar("bytes") as bar:
-        yield None if bar is None else lambda name, came, total: bar(came, total, name)

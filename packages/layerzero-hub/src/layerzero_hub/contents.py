@@ -38,11 +38,6 @@ class Contents:
             os.close(self.objects.popitem()[1])
 
 
-def verify_files(folder: Path, variant: LockedVariant) -> None:
-    """Compare a folder with the lock: the same files, of the same bytes, and nothing else."""
-    _read(folder, variant, None)
-
-
 def read_file(folder: Path, path: str, variant: LockedVariant) -> bytes:
     """One file of a build, if its bytes are the locked ones; no more is read than they are long."""
     locked = variant.files[path]
@@ -60,14 +55,15 @@ def open_build(folder: Path, variant: LockedVariant) -> Contents:
     """`verify_files`, and the bytes that were verified."""
     found = Contents(folder, variant, {}, {})
     try:
-        _read(folder, variant, found)
+        verify_files(folder, variant, found)
     except BaseException:
         found.close()
         raise
     return found
 
 
-def _read(folder: Path, variant: LockedVariant, keep: Contents | None) -> None:
+def verify_files(folder: Path, variant: LockedVariant, keep: Contents | None = None) -> None:
+    """Compare a folder with the lock: the same files, of the same bytes, and nothing else."""
     with contextlib.ExitStack() as stack:
         found: dict[str, tuple[int, str]] = {}
         pending = [("", _open_folder(folder.name, folder, None, stack))]

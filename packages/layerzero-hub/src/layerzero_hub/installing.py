@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 from layerzero.reasons import Reason, reason
@@ -149,17 +149,14 @@ def prune(lock: Lock, policy: HubPolicy, *, dry_run: bool = False) -> tuple[tupl
         except HubError as error:
             why = f"it also uses this store, and cannot be read: {error}"
             raise refuse("HUB_LOCK_INVALID", path.name, why) from None
-    root, found = Store(policy.store_path).root, []
-    for entry in sorted(os.scandir(root), key=lambda entry: entry.name) if root.is_dir() else ():
+    store, found = Store(policy.store_path), []
+    for entry in sorted(os.scandir(store.root), key=lambda entry: entry.name) if store.root.is_dir() else ():
         digest = entry.name.replace("-", ":", 1)
         if entry.name.startswith("sha256-") and digest not in named:
             found.append((digest, _size(entry.path)))
             if not dry_run:
                 with writing("the store"):
-                    # Renamed first: half a build never lies under the name of a whole one.
-                    aside = root / f"damaged-{entry.name}-{os.getpid()}"
-                    os.rename(entry.path, aside)
-                    shutil.rmtree(aside, ignore_errors=True)
+                    store.discard(Path(entry.path))
     return tuple(found)
 
 

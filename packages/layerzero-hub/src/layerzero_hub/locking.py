@@ -27,8 +27,8 @@ from layerzero_hub.remote import Remote, RemoteFile
 from layerzero_hub.signing import Memory, signature_path
 from layerzero_hub.store import Store, new_file
 
-Progress = Callable[[str, int, int], None]
-"""Called with file, bytes that came, bytes in all."""
+Progress = Callable[[int, int, str], None]
+"""Called with bytes that came, bytes in all, file."""
 
 
 @dataclass
@@ -243,7 +243,7 @@ def fetch_build(
             nonlocal came
             came += size
             if progress is not None:
-                progress(f"{kernel.repo_id} {path}", came, total)
+                progress(came, total, f"{kernel.repo_id} {path}")
 
         with new_file(folder / path) as sink:
             found[path] = remote.fetch(kernel.repo_id, kernel.commit, file, sink, count)

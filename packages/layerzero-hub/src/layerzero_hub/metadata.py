@@ -45,17 +45,22 @@ def parse(raw: bytes, where: str) -> BuildMetadata:
     from kernels._rust import Metadata
 
     try:
-        Metadata.from_bytes(raw)
+        found = Metadata.from_bytes(raw)
     except ValueError as error:
         raise refuse("HUB_METADATA_INVALID", where, str(error)) from None
-    identity, name, version = data.get("id"), data.get("name"), data.get("version")
-    if not isinstance(identity, str) or not identity.isascii() or not identity.isidentifier():
+    for part in (data.get("digest") or {}, *(data.get("kernel-depends") or ())):
+        if not isinstance(part, dict):  # `kernels` takes lists in their place
+            raise refuse("HUB_METADATA_INVALID", where, "digest and dependencies must be mappings")
+    if not found.id.isascii() or not found.id.isidentifier():
         raise refuse("HUB_METADATA_INVALID", where, "id must be a Python name")
-    if not isinstance(name, str) or not isinstance(version, int) or isinstance(version, bool):
+    if found.version is None:
         raise refuse("HUB_METADATA_INVALID", where, "name and version are needed")
-    algorithm, files = _digest(data.get("digest"), where)
-    depends = tuple(_dependency(item, where) for item in data.get("kernel-depends") or ())
-    return BuildMetadata(identity, depends, algorithm, files)
+    depends = tuple((check_repo_id(one.repo_id), getattr(one.version, "version", None)) for one in found.kernel_depends)
+    if any(version is None for _, version in depends):
+        raise refuse("HUB_METADATA_INVALID", where, "a dependency names repo-id and version, not a branch")
+    if found.digest is None:
+        return BuildMetadata(found.id, depends)
+    return BuildMetadata(found.id, depends, data["digest"]["algorithm"], found.digest.files)
 
 
 def check_id_free(identity: str) -> None:
@@ -154,21 +159,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
-
-
-def _digest(data: Any, where: str) -> tuple[str, Mapping[str, str] | None]:
-    if data is None:
-        return "", None
-    files = data.get("files") if isinstance(data, dict) else None
-    algorithm = data.get("algorithm") if isinstance(data, dict) else None
-    good = isinstance(files, dict) and all(isinstance(value, str) for value in files.values())
-    if algorithm not in ("sha256", "sha512") or not good:
-        raise refuse("HUB_METADATA_INVALID", where, "digest must name sha256 or sha512 and its files")
-    return algorithm, files
-
-
-def _dependency(data: Any, where: str) -> tuple[str, int]:
-    version = data.get("version") if isinstance(data, dict) else None
-    if not isinstance(version, int) or isinstance(version, bool):
-        raise refuse("HUB_METADATA_INVALID", where, "a dependency names repo-id and version, not a branch")
-    return check_repo_id(data.get("repo-id")), version

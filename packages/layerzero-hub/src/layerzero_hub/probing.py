@@ -150,7 +150,7 @@ def _look(said: dict[str, Any], before: _Before, inner: int, notes: list[str]) -
     """Put what the fork's memory shows in place of what it says."""
     os.kill(inner, signal.SIGSTOP)
     deadline = time.monotonic() + 5
-    while _state(inner) not in "TtZX" and time.monotonic() < deadline:
+    while _state(inner)[0] not in b"TtZX" and time.monotonic() < deadline:
         time.sleep(0.001)
     if before.dispatcher is None:
         notes.append(_OWN_WORD)
@@ -329,21 +329,15 @@ def _end_all(pids: dict[str, int], child: int, *, reaped: bool) -> None:
 
 def _children() -> list[int]:
     """Processes whose parent we are: as their reaper, we inherit all that descend from a fork of ours."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{name}/stat", "rb") as file:
-                if int(file.read().rpartition(b")")[2].split()[1]) == os.getpid():
-                    found.append(int(name))
-    return found
+    ours = str(os.getpid()).encode()
+    return [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _state(pid)[1:2] == [ours]]
 
 
-def _state(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0].decode()
-    except OSError:
-        return "X"
+def _state(pid: int | str) -> list[bytes]:
+    """State, parent and so on of a process, as /proc has them; a lone X where it is gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
+    return [b"X"]
 
 
 def _ended(child: int, seconds: float) -> int | None:

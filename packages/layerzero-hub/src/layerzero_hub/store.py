@@ -136,13 +136,16 @@ class Store:
             if self.is_right(variant):
                 return
             if os.path.lexists(final):
-                # Damaged or planted: set aside and removed, never repaired in place.
-                aside = self.root / f"damaged-{uuid.uuid4().hex}"
-                os.rename(final, aside)
-                with contextlib.suppress(OSError):
-                    _remove(aside)
+                self.discard(final)  # damaged or planted: never repaired in place
             os.rename(staging, final)
             sync_folder(self.root)
+
+    def discard(self, place: Path) -> None:
+        """Remove something; renamed first, so that half a build never lies under the name of a whole one."""
+        aside = self.root / f"damaged-{uuid.uuid4().hex}"
+        os.rename(place, aside)
+        with contextlib.suppress(OSError):
+            _remove(aside)
 
     def _collect(self) -> None:
         """Remove what killed processes left behind."""
