@@ -346,10 +346,10 @@ def vendor(recorded, monkeypatch, tmp_path):
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
     for name in ("SINGLE", "BATCH"):
         monkeypatch.setattr(workspace, name, 1024)  # the double needs none
-    kept = (single._modules, single._calls, batched._plans, ragged._plans, plans._free, workspace._known)
+    kept = (single._calls, batched._plans, ragged._plans, plans._free, workspace._known)
     for found in kept:
         found.clear()
-    found_once = (door.lib, rope._inner, sampling._inner)  # a test may put others in their place
+    found_once = (door.lib, rope._inner, sampling._inner, single._run)  # a test may put others in their place
     for once in found_once:
         once.cache_clear()
     yield double

@@ -441,7 +441,7 @@ def test_the_functions_behind_the_public_calls_are_known(real):
     usable("flashinfer.attention.single_fa2", dtype="bfloat16", head_dim=128, batch=1, seq_len_q=64)
     q = torch.randn(1, 64, 8, 128, device=CUDA, dtype=torch.bfloat16)
     single.prefill_fa2(q, q, q, None, 0.0, True, None, None, None, None, False)
-    assert single._modules["fa2", torch.bfloat16, 128, False, False] is not None
+    assert single._run("fa2", torch.bfloat16, 128, False, False) is not None
 
 
 @pytest.mark.parametrize("kernel_id", ["flashinfer.paged_attention.decode", "flashinfer.paged_attention.decode_tc"])

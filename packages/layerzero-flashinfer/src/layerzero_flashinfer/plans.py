@@ -131,7 +131,10 @@ class Plan:
                 slot.copied.synchronize()
             self._plan_with_room(slot.wrapper, lengths, may_grow=before is None and self.grows)
             slot.copied = mark(self.scratch.device)
-        expect_launch(slot.wrapper, before)
+        # A graph launches what it was captured with: a plan that would launch anything else must not be replayed.
+        if before is not None and launch_of(slot.wrapper) != before:
+            what = "these lengths need another launch than the captured one; capture again"
+            raise CudaGraphUnsafeError(code="GRAPH_CAPTURE_FAILED", value=what)
         self._dead = no_keys(problem.options.causal, lengths.queries, lengths.contexts)
         if problem.kind[0] == "d":
             self._launch = decode_launch(slot.wrapper, problem.layout, problem.options)
@@ -234,14 +237,6 @@ def launch_of(wrapper: Any) -> list[int] | None:
     """The part of a plan that a captured launch holds by value: grid, template and offsets; None before the first."""
     found = getattr(wrapper, "_plan_info", None)
     return None if found is None else [int(number) for number in found]
-
-
-def expect_launch(wrapper: Any, before: list[int] | None) -> None:
-    """A graph launches what it was captured with: a plan that would launch anything else must not be replayed."""
-    if before is not None and launch_of(wrapper) != before:
-        raise CudaGraphUnsafeError(
-            code="GRAPH_CAPTURE_FAILED", value="these lengths need another launch than the captured one; capture again"
-        )
 
 
 def mark(device: torch.device) -> torch.cuda.Event | None:

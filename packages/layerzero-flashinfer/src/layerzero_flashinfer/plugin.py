@@ -12,9 +12,8 @@ from typing import Any
 from layerzero.plugin import (
     BackendStatus,
     DeviceSpec,
-    HealthReport,
     Reason,
-    Registrar,
+    backend_hooks,
     dist_version,
     hookimpl,
     needs_sm,
@@ -26,10 +25,7 @@ CAPABILITIES = Path(__file__).with_name("capabilities.json")
 COMPILED = "flashinfer-jit-cache"
 
 
-@hookimpl
-def layerzero_register(registrar: Registrar) -> None:
-    """Register the backend from its descriptor."""
-    registrar.backend(CAPABILITIES)
+layerzero_register, layerzero_health = backend_hooks(__package__)[::2]  # the one between has a fix of its own below
 
 
 @hookimpl
@@ -41,14 +37,6 @@ def layerzero_capabilities(device: DeviceSpec) -> BackendStatus:
         if why.code.value == "BACKEND_IMPORT_FAILED" and "CTK flavor" in str(why.value):
             return replace(status, fix="pip install 'nvidia-cutlass-dsl[cu13]'  # or, for CUDA 12, without [cu13]")
     return status
-
-
-@hookimpl
-def layerzero_health(backend: str) -> HealthReport:
-    """Known answers on what is compiled already."""
-    from layerzero_flashinfer.health import self_test
-
-    return self_test()
 
 
 @hookimpl

@@ -8,6 +8,7 @@ All inputs are [1, S, H, D], read as they lie: no copy for a transposed view or 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,25 +28,20 @@ _DECODE = (
     "sm_scale", "rope_scale", "rope_theta",
 )  # fmt: skip
 
-# One compiled module per template, dtype, head_dim, window or not, softcap or not; None: only the public door is known.
-_modules: dict[tuple[Any, ...], Callable[..., Any] | None] = {}
-
 # What calls with the same options share, so that a call looks up one thing: the module's function and the options.
 _calls: dict[tuple[Any, ...], tuple[Callable[..., Any] | None, Options]] = {}
 _MOST = 4096  # a scale that changes from call to call must not fill the memory
 
 
+@cache
 def _run(kind: str, dtype: torch.dtype, width: int, window: bool, softcap: bool) -> Callable[..., Any] | None:
-    """The function of a module of FlashInfer's, for decode or for a template of prefill."""
-    key = (kind, dtype, width, window, softcap)
-    if key not in _modules:
-        sizes = (dtype, dtype, dtype, width, width, 0, window, softcap)
-        if kind == "decode":
-            run = lib().decode.get_single_decode_module(*sizes).run
-        else:
-            run = lib().prefill.get_single_prefill_module(kind, *sizes, False).run
-        _modules[key] = run if starts_with(run, _DECODE if kind == "decode" else _PREFILL) else None
-    return _modules[key]
+    """The function of one compiled module, for decode or a template of prefill; None: only the public door is known."""
+    sizes = (dtype, dtype, dtype, width, width, 0, window, softcap)
+    if kind == "decode":
+        run = lib().decode.get_single_decode_module(*sizes).run
+    else:
+        run = lib().prefill.get_single_prefill_module(kind, *sizes, False).run
+    return run if starts_with(run, _DECODE if kind == "decode" else _PREFILL) else None
 
 
 def _bind(known: tuple[Any, ...]) -> tuple[Callable[..., Any] | None, Options]:

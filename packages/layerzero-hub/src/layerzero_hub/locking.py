@@ -22,7 +22,7 @@ from layerzero_hub.lockfile import Lock, LockedFile, LockedKernel, LockedVariant
 from layerzero_hub.metadata import BuildMetadata, check_digest, check_id_free, check_publisher_signature, parse
 from layerzero_hub.names import check_paths, check_variant, fitting
 from layerzero_hub.policy import HubPolicy
-from layerzero_hub.probe import Need, Prober
+from layerzero_hub.probe import Placed, Prober
 from layerzero_hub.remote import Remote, RemoteFile
 from layerzero_hub.signing import Memory, signature_path
 from layerzero_hub.store import Store, new_file
@@ -188,11 +188,11 @@ def _lock_build(
         check_id_free(metadata.id)
         before = work.known.get(kernel.key)
         check_publisher_signature(folder, files, metadata, f"{repo_id}/{name}", work.policy.publishers, before)
-        needs: dict[str, Need] = {}
+        needs: dict[str, Placed] = {}
         for needed, number in metadata.depends:
             dependency = _lock(work, needed, number, repo_id, (*above, repo_id))
             if probe:
-                needs[needed] = _need(work, store, dependency)
+                needs |= _needs(work, store, dependency)
         variant = LockedVariant(name, digest_of(files), metadata.id, (), metadata.depends, files)
         work.policy.check_digest(variant.digest)
         if not work.allow_rollback:
@@ -203,11 +203,13 @@ def _lock_build(
     return variant
 
 
-def _need(work: _Work, store: Store, kernel: LockedKernel) -> Need:
+def _needs(work: _Work, store: Store, kernel: LockedKernel) -> dict[str, Placed]:
     """The build of a locked kernel that fits, for the probe, with the whole chain of what it depends on."""
     variant = kernel.fitting()
-    below = {needed[0]: _need(work, store, work.done[needed]) for needed in variant.kernel_depends}
-    return Need(store.variant_path(variant), variant, below)
+    found = {str(kernel): (store.variant_path(variant), variant)}
+    for needed in variant.kernel_depends:
+        found |= _needs(work, store, work.done[needed])
+    return found
 
 
 def _chosen(work: _Work, kernel: LockedKernel, builds: Mapping[str, object]) -> tuple[str, list[str]]:
@@ -276,7 +278,7 @@ def builds_at(remote: Remote, repo_id: str, commit: str) -> dict[str, dict[str, 
     return builds
 
 
-def _probe(prober: Prober, folder: Path, variant: LockedVariant, needs: Mapping[str, Need]) -> tuple[str, ...]:
+def _probe(prober: Prober, folder: Path, variant: LockedVariant, needs: Mapping[str, Placed]) -> tuple[str, ...]:
     seen = prober.run(folder, variant, needs=needs)
     for space in seen:
         if space.lstrip("_") != variant.id.lstrip("_"):  # the builder's suffix or dash aside, its own is its id

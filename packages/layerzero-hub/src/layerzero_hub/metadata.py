@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import importlib.machinery
 import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -143,19 +143,10 @@ def check_publisher_signature(
         signers.append(GitHubWorkflowPolicy(repo_id=repository[1], signer_uris=[uri]))
     signed, bundle = (folder / "metadata.json").read_bytes(), (folder / BUNDLE).read_bytes()
     try:
-        with _quiet():
+        with contextlib.ExitStack() as after:
+            log = logging.getLogger("sigstore")
+            after.callback(log.setLevel, log.level)
+            log.setLevel(logging.ERROR)  # being offline is meant, and needs no warning
             Verifier.production(offline=True).verify_artifact(signed, Bundle.from_json(bundle), policy.AnyOf(signers))
     except Exception as error:  # the library raises many kinds; all mean: not verified
         raise refuse("HUB_PUBLISHER_SIGNATURE", where, f"{type(error).__name__}: {error}") from None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Being offline is meant, and needs no warning."""
-    log = logging.getLogger("sigstore")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -31,13 +30,8 @@ _HOMES: Final = ("HOME", "HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "XDG_CONFI
 _LINE: Final = 2**24
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
-    """A build that another one depends on, and what it depends on in turn."""
-
-    folder: Path
-    variant: LockedVariant
-    needs: Mapping[str, Need]
+Placed = tuple[Path, LockedVariant]
+"""A build and the folder it lies in."""
 
 
 class Prober:
@@ -54,12 +48,15 @@ class Prober:
         self._child: subprocess.Popen[bytes] | None = None
         self._answers = -1
 
-    def run(self, folder: Path, variant: LockedVariant, *, needs: Mapping[str, Need] | None = None) -> tuple[str, ...]:
-        """Import the build; the ops namespaces that appeared.
+    def run(
+        self, folder: Path, variant: LockedVariant, *, needs: Mapping[str, Placed] | None = None
+    ) -> tuple[str, ...]:
+        """Import the build; the ops namespaces that appeared. `needs`: all it depends on, as `owner/name@version`.
 
         A crash, an error or too long a wait raises HUB_PROBE_FAILED; an op that changed or a finding its own code.
         """
-        data = self._ask(_build_json(Need(folder, variant, needs or {})))
+        below = {name: _build_json(*one) for name, one in (needs or {}).items()}
+        data = self._ask({"build": _build_json(folder, variant), "needs": below})
         self.notes = tuple(sorted({*self.notes, *map(str, data["notes"])}))
         if "error" in data:
             raise refuse(str(data.get("code") or "HUB_PROBE_FAILED"), data["error"], data.get("limit"))
@@ -152,10 +149,5 @@ def _findings(data: dict[str, Any]) -> list[Finding]:
     return [Finding(*map(str, one)) for one in data["findings"]]
 
 
-def _build_json(need: Need) -> dict[str, Any]:
-    return {
-        "path": str(need.folder),
-        "name": need.variant.name,
-        "build": need.variant.to_json(),
-        "needs": {repo: _build_json(one) for repo, one in need.needs.items()},
-    }
+def _build_json(folder: Path, variant: LockedVariant) -> dict[str, Any]:
+    return {"path": str(folder), "name": variant.name, "build": variant.to_json()}

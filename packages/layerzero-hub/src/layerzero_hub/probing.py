@@ -60,11 +60,12 @@ def main() -> None:
 def _answer(request: dict[str, Any], dispatcher: Dispatcher | None) -> dict[str, Any]:
     opened: list[Contents] = []
     try:
-        build = _open(request, opened) if "modules" not in request else None
+        needs = {name: _open(one, opened) for name, one in request.get("needs", {}).items()}
+        build = _open(request["build"], opened) if "modules" not in request else None
         source.import_for(opened)
         while True:
             before = _before(dispatcher, len(sys.modules))
-            answer = _in_fork(_Task(request, build, opened, before, secrets.token_hex(16)))
+            answer = _in_fork(_Task(request, build, needs, opened, before, secrets.token_hex(16)))
             # What the kernel brought in of torch by a way its sources do not show: with that there before, once more.
             late = [name for name in answer.pop("others", ()) if name.startswith("torch.") and name not in sys.modules]
             bad = answer.get("changed") or answer.get("findings") or len(answer.get("namespaces", ())) > 1
@@ -91,23 +92,19 @@ def _before(dispatcher: Dispatcher | None, modules: int) -> _Before:
     return _Before(dispatcher, memory, fingerprint.take(ops=dispatcher is None))
 
 
-def _open(request: dict[str, Any], opened: list[Contents]) -> tuple[Contents, dict[str, Any]]:
-    """The verified builds of a request: contents, and those it needs by repository."""
-    variant = parse_variant(request["name"], request["build"], "request")
-    needs = {repo: _open(one, opened) for repo, one in request["needs"].items()}
-    contents = next((one for one in opened if one.variant.digest == variant.digest), None)
-    if contents is None:
-        contents = open_build(Path(request["path"]), variant)
-        opened.append(contents)
-    return contents, needs
+def _open(build: dict[str, Any], opened: list[Contents]) -> Contents:
+    """A verified build of a request."""
+    opened.append(open_build(Path(build["path"]), parse_variant(build["name"], build["build"], "request")))
+    return opened[-1]
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What a fork is to do: a request, its build (None: a replay), what was opened for it, how things stood before."""
+    """What a fork is to do: a request, its build (None: a replay), what that needs, all opened, and how things stood."""
 
     request: dict[str, Any]
-    build: tuple[Contents, dict[str, Any]] | None
+    build: Contents | None
+    needs: Mapping[str, Contents]  # by `owner/name@version`
     opened: list[Contents]
     before: _Before
     token: str
@@ -137,7 +134,9 @@ def _in_fork(task: _Task) -> dict[str, Any]:
             return {"error": f"the process ended with {_ending(status)}", "notes": notes}
         if "error" not in said:
             _look(said, before, pids["inner"], notes)
-            said["namespaces"] = sorted(set(said.get("namespaces", ())) - _known_spaces(request))
+            # Those of what a build depends on were looked at when that was locked.
+            known = {space for one in task.needs.values() for space in one.variant.ops_namespaces}
+            said["namespaces"] = sorted(set(said.get("namespaces", ())) - known)
         return {**said, "notes": notes}
     finally:
         os.close(setup[0])
@@ -164,15 +163,6 @@ def _look(said: dict[str, Any], before: _Before, inner: int, notes: list[str]) -
     if "others" in said:  # not for a replay, which runs nobody's code but installed modules'
         said["namespaces"] = sorted(fingerprint.namespaces(frozenset(after) - frozenset(before.memory)))
         said["changed"] = list(before.dispatcher.changed(before.memory, after))[:50]
-
-
-def _known_spaces(request: dict[str, Any]) -> set[str]:
-    """Ops namespaces of what a build depends on: they were looked at when those were locked."""
-    return {
-        space
-        for need in request.get("needs", {}).values()
-        for space in (*need["build"]["ops-namespaces"], *_known_spaces(need))
-    }
 
 
 # -- in the forks ---------------------------------------------------------------------------------------------------
@@ -225,7 +215,7 @@ def _inner(task: _Task, visible: list[str], notes: list[str], setup: int, words:
         os.write(setup, json.dumps({"notes": notes}).encode() + b"\n")
         os.close(setup)
         build, token = task.build, task.token
-        said = _replayed(task.request["modules"]) if build is None else _imported(build, task.before)
+        said = _replayed(task.request["modules"]) if build is None else _imported(build, task.needs, task.before)
         os.write(words, (json.dumps({**said, "token": token})[: _MOST - 1] + "\n").encode())
         os.close(words)
         while True:
@@ -234,28 +224,29 @@ def _inner(task: _Task, visible: list[str], notes: list[str], setup: int, words:
         os._exit(status)
 
 
-def _imported(build: tuple[Contents, dict[str, Any]], known: _Before) -> dict[str, Any]:
+def _imported(build: Contents, needs: Mapping[str, Contents], known: _Before) -> dict[str, Any]:
     done: dict[str, ModuleType] = {}
     # Bound here: the kernel's code may put others in their place.
     compare, take, ops = fingerprint.compare, fingerprint.take, known.dispatcher is None
 
-    def load(contents: Contents, needs: dict[str, Any]) -> ModuleType:
-        if contents.variant.digest not in done:
-            needed = {repo: load(*one) for repo, one in needs.items()}
-            inner = functools.partial(_asked_for, contents.variant.id, needed)
-            done[contents.variant.digest] = source.import_build(contents, needed, inner)
-        return done[contents.variant.digest]
+    def load(contents: Contents) -> ModuleType:
+        variant = contents.variant
+        if variant.digest not in done:
+            needed = {repo: load(needs[f"{repo}@{version}"]) for repo, version in variant.kernel_depends}
+            inner = functools.partial(_asked_for, variant.id, needed)
+            done[variant.digest] = source.import_build(contents, needed, inner)
+        return done[variant.digest]
 
     try:
-        for one in build[1].values():
-            load(*one)
-        before = take(ops=ops) if build[1] else known.seen
-        load(*build)
+        for one in needs.values():
+            load(one)
+        before = take(ops=ops) if needs else known.seen
+        load(build)
     except HubError as error:
         return {"error": str(error.reasons[0].value), "limit": error.reasons[0].limit, "code": error.code.value}
     except BaseException as error:
         return {"error": f"{type(error).__name__}: {error}"[:500]}
-    after, own = take(ops=ops), build[0].variant.id
+    after, own = take(ops=ops), build.variant.id
     found = compare(before, after, own, (own,))
     shown = ("HUB_DISPATCHER_CHANGED", "HUB_NAMESPACE_FOREIGN")  # by `changed` and `namespaces`
     return {

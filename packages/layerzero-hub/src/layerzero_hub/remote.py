@@ -184,12 +184,12 @@ class RemoteFile:
         return self.lfs or self.oid
 
 
+@dataclass(frozen=True, slots=True)
 class Remote:
     """One hub endpoint under one policy."""
 
-    def __init__(self, web: Web, policy: HubPolicy) -> None:
-        self.web = web
-        self.policy = policy
+    web: Web
+    policy: HubPolicy
 
     def check_publisher(self, repo_id: str) -> None:
         """Raise unless the owner is a trusted publisher, where policy asks for one."""

@@ -147,12 +147,8 @@ class Change:
 def changes(old: Lock | None, new: Lock) -> tuple[Change, ...]:
     """What is different in `new`: endpoint, serial, expiry, commits, builds; every build when there is no old lock."""
     before, after = (_facts(old) if old else {}), _facts(new)
-    found = []
-    for what in sorted({*before, *after}):
-        one, two = before.get(what, ""), after.get(what, "")
-        if one != two:
-            found.append(Change(what, one, two))
-    return tuple(found)
+    both = (Change(what, before.get(what, ""), after.get(what, "")) for what in sorted({*before, *after}))
+    return tuple(change for change in both if change.before != change.after)
 
 
 def _facts(lock: Lock) -> dict[str, str]:
