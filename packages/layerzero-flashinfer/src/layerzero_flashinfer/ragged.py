@@ -58,7 +58,8 @@ def _planned(problem: Problem, query: Tensor, offsets: tuple[Tensor, Tensor]) ->
         tuple(stop - start for start, stop in itertools.pairwise(starts)) for starts in (starts_q, starts_k)
     )
     split_q, split_k = live_rows(problem.options.causal, queries, contexts)
-    made = Plan(problem, where, query.device, Lengths(split_q, split_k, *attention.offsets(split_k), None, None))
+    lengths = Lengths(split_q, split_k, next(attention.offsets(split_k)), None, None)
+    made = Plan(problem, where, query.device, lengths)
     if counts is not None:
         with _guard:
             _plans[key] = _Kept(made, tuple(map(weakref.ref, offsets)), counts)

@@ -55,12 +55,15 @@ def parse(raw: bytes, where: str) -> BuildMetadata:
         raise refuse("HUB_METADATA_INVALID", where, "id must be a Python name")
     if found.version is None:
         raise refuse("HUB_METADATA_INVALID", where, "name and version are needed")
-    depends = tuple((check_repo_id(one.repo_id), getattr(one.version, "version", None)) for one in found.kernel_depends)
-    if any(version is None for _, version in depends):
-        raise refuse("HUB_METADATA_INVALID", where, "a dependency names repo-id and version, not a branch")
+    depends = []
+    for one in found.kernel_depends:
+        version = getattr(one.version, "version", None)
+        if version is None:
+            raise refuse("HUB_METADATA_INVALID", where, "a dependency names repo-id and version, not a branch")
+        depends.append((check_repo_id(one.repo_id), version))
     if found.digest is None:
-        return BuildMetadata(found.id, depends)
-    return BuildMetadata(found.id, depends, data["digest"]["algorithm"], found.digest.files)
+        return BuildMetadata(found.id, tuple(depends))
+    return BuildMetadata(found.id, tuple(depends), data["digest"]["algorithm"], found.digest.files)
 
 
 def check_id_free(identity: str) -> None:

@@ -100,7 +100,7 @@ def _open(build: dict[str, Any], opened: list[Contents]) -> Contents:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What a fork is to do: a request, its build (None: a replay), what that needs, all opened, and how things stood."""
+    """What a fork is to do: a request, its build (None: a replay), what that needs, all opened, how things stood."""
 
     request: dict[str, Any]
     build: Contents | None
