@@ -16,9 +16,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
-from layerzero.env import read
 from layerzero.errors import BackendNotAvailableError
-from layerzero.plugin.artifacts import cache_folder
 from layerzero.reasons import reason
 
 _BASE = "FLASHINFER_WORKSPACE_BASE"
@@ -40,7 +38,10 @@ def part(name: str) -> Any:
 
 def cache_base(env: MutableMapping[str, str]) -> Path:
     """The folder below which compiled kernels are kept, when the user names none for FlashInfer itself."""
-    return cache_folder(read(env)) / "flashinfer"
+    if env.get(_OURS):
+        return Path(env[_OURS]) / "flashinfer"
+    root = env.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(root) / "layerzero" / "jit" / "flashinfer"
 
 
 def prepare(env: MutableMapping[str, str]) -> Path:
