@@ -57,18 +57,30 @@ def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, 
     return _attend(*values)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Any:
-    attn_mask, dropout_p, is_causal, scale, *special, return_lse = rest[:8]
-    special += rest[8:]  # window, softcap, slopes and sinks
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool | str,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    return_lse: bool,
+    sinks: Tensor | None = None,
+) -> Any:
     aligned = is_causal != "bottom_right" or query.shape[2] == key.shape[2]
-    fused = aligned and not return_lse and all(item is None for item in special)
+    fused = aligned and window is None and softcap is None and alibi_slopes is None and sinks is None and not return_lse
     if is_causal and scale is not None and scale <= 0:
         fused = False  # torch's fused kernels mask before they scale
     if dropout_p == 1.0:
         fused = False  # nor do all of them take it
     if fused and query.dtype == key.dtype and query.dtype == value.dtype:
         return _sdpa(query, key, value, attn_mask, dropout_p, bool(is_causal), scale)
-    return _attention.attention(query, key, value, *rest)
+    rest = (scale, window, softcap, alibi_slopes, return_lse, sinks)
+    return _attention.attention(query, key, value, attn_mask, dropout_p, is_causal, *rest)
 
 
 def _sdpa(

@@ -146,7 +146,7 @@ def _check(call: Call, ctx: Context) -> Check:
         rule = "equal seeds give the reference's tokens, or all draws its distribution"
     else:
         rule = "must be equal" if bound.exact else f"may differ by {bound.atol:.0e} + {bound.rtol:.0e}·|x|"
-    return Check(verdict.ok, verdict.max_error, verdict.why or rule)
+    return Check(bool(verdict.ok), verdict.max_error, verdict.why or rule)
 
 
 # -- time ----------------------------------------------------------------------------------------

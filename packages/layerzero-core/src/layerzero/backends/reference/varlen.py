@@ -30,7 +30,20 @@ Spans = tuple[tuple[int, int], tuple[int, int]]
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *rest: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool | str,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    return_lse: bool,
+    sinks: Tensor | None = None,
 ) -> Attended:
     """Attention of packed queries [Tq, Hq, D] over packed keys [Tk, Hkv, D] and values [Tk, Hkv, Dv].
 
@@ -38,11 +51,13 @@ def varlen_attention(
     cannot read the offsets (a captured graph, a transform) the masked form computes the same in more memory.
     """
     if not _readable(cu_seqlens_q, cu_seqlens_k):
-        return varlen_masked(query, key, value, cu_seqlens_q, cu_seqlens_k, *rest)
-    _, _, is_causal, scale, window, softcap, alibi_slopes, return_lse, *sinks = rest
+        return varlen_masked(
+            query, key, value, cu_seqlens_q, cu_seqlens_k, None, None, is_causal, scale, window, softcap, alibi_slopes,
+            return_lse, sinks,
+        )  # fmt: skip
 
     def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> Attended:
-        return attention(q, k, v, None, 0.0, is_causal, scale, window, softcap, slopes, return_lse, *sinks)
+        return attention(q, k, v, None, 0.0, is_causal, scale, window, softcap, slopes, return_lse, sinks)
 
     return each_packed(attend, query, key, value, spans_of(cu_seqlens_q, cu_seqlens_k), alibi_slopes, return_lse)
 

@@ -21,9 +21,20 @@ from layerzero.model.grouped import GroupedBatch
 from layerzero.model.kv_cache import PagedBatch
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *rest: Any) -> Tensor:
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool | str,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: Any,
+    alibi_slopes: Tensor | None,
+    return_lse: bool,
+) -> Tensor:
     """SDPA with whatever it has no argument for as a mask."""
-    dropout_p, is_causal, scale, window, _, alibi_slopes, _ = rest
     causal, folded = bool(is_causal), window is not None or alibi_slopes is not None
     if causal and (folded or attn_mask is not None or (is_causal is not True and query.shape[2] != key.shape[2])):
         causal, folded = False, True
@@ -79,7 +90,13 @@ def pages(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: PagedBat
 
 
 def latent_pages(
-    q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor, batch: PagedBatch, scale: float, *_: Any
+    q_nope: Tensor,
+    q_pe: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    return_lse: bool,
 ) -> Any:
     """Multi-head latent attention as SDPA with one KV head: key [latent, rotated], value [latent]."""
     query = torch.cat((q_nope, q_pe), dim=-1)

@@ -142,10 +142,21 @@ def gather_cpu(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Pag
 
 
 def varlen_flash(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *rest: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool | str,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    softcap: Any,
+    alibi_slopes: Any,
+    return_lse: bool,
 ) -> Any:
     """FlashAttention-2 over packed sequences; no value is read by the host."""
-    max_seqlen_q, max_seqlen_k, is_causal, scale, window, _, _, return_lse = rest
     if max_seqlen_k == 0:  # no sequence has a key
         return no_keys(query, value, return_lse)
     if scale is not None and scale <= 0.0:

@@ -18,8 +18,16 @@ from layerzero.model.rotary import token_rows
 def _adapter(turn: Callable[[Tensor, Tensor, Tensor, bool, bool], Tensor]) -> Callable[..., Any]:
     """`lz.rope` by a function that turns one tensor."""
 
-    def rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
-        _, layout, position_ids, inplace = rest
+    def rope(
+        q: Tensor,
+        k: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool,
+        layout: str,
+        position_ids: Tensor | None,
+        inplace: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         full = cos.ndim == 3  # [B, S, rotary]: the two elements of a pair have entries of their own
         wide = torch.float64 if torch.float64 in (q.dtype, cos.dtype) else torch.float32
         cos, sin = token_rows((cos.to(wide), sin.to(wide)), q, layout, position_ids)
