@@ -51,7 +51,30 @@ def shadowed(run: Callable[..., Any], spec: OperationSpec, decision: Decision, w
     wanted = world.policy.setting("canary.calls")
     every = max(1, round(1.0 / world.policy.setting("canary.fraction")))
     turn = itertools.count(1)
-    kernel: list[Bound] = []
+    canary: list[Bound] = []
+
+    def tried(args: tuple[Any, ...], out: Any) -> str | None:
+        """What is wrong with the canary's answer to this call; None when nothing is."""
+        given = tuple(item.detach() if type(item) in (Tensor, torch.nn.Parameter) else item for item in args)
+        try:
+            with torch.no_grad():
+                if not canary:
+                    # As it would be bound after its promotion: with the very transforms it would then have.
+                    promoted = world.changed(trials=MappingProxyType({**world.trials, kernel_id: ""}))
+                    canary.append(bind(spec, select(decision.context, promoted), promoted, kernel_id))
+                mine = canary[0].run(*given)
+                differs = _differs(mine, out, decision.context)
+                if differs is None:
+                    return None
+                truth = bind(spec, decision, world, spec.fallback_id).run(*given)
+                return _differs(mine, truth, decision.context)
+        except Exception as error:
+            if from_outside(error):
+                raise
+            lost = lost_device(canary[0], modes.tensors_of(args), error) if canary else None
+            if lost is not None:
+                raise lost from error  # the device is gone for the kernel in charge as well
+            return str(reason("KERNEL_RAISED", f"{type(error).__name__}: {error}"[:300]))
 
     def beside(*args: Any) -> Any:
         out = run(*args)
@@ -60,43 +83,10 @@ def shadowed(run: Callable[..., Any], spec: OperationSpec, decision: Decision, w
         tensors = modes.tensors_of(args)
         if (tensors and modes.capturing(tensors[0].device.type)) or kernel_id in state.world.trials:
             return out
-        wrong = _tried(spec, decision, world, kernel_id, kernel, args, out)
-        _count(kernel_id, world, wrong, wanted)
+        _count(kernel_id, world, tried(args, out), wanted)
         return out
 
     return beside
-
-
-def _tried(
-    spec: OperationSpec,
-    decision: Decision,
-    world: World,
-    kernel_id: str,
-    kernel: list[Bound],
-    args: tuple[Any, ...],
-    out: Any,
-) -> str | None:
-    """What is wrong with the canary's answer to this call; None when nothing is."""
-    given = tuple(item.detach() if type(item) in (Tensor, torch.nn.Parameter) else item for item in args)
-    try:
-        with torch.no_grad():
-            if not kernel:
-                # As it would be bound after its promotion: with the very transforms it would then have.
-                promoted = world.changed(trials=MappingProxyType({**world.trials, kernel_id: ""}))
-                kernel.append(bind(spec, select(decision.context, promoted), promoted, kernel_id))
-            mine = kernel[0].run(*given)
-            differs = _differs(mine, out, decision.context)
-            if differs is None:
-                return None
-            truth = bind(spec, decision, world, spec.fallback_id).run(*given)
-            return _differs(mine, truth, decision.context)
-    except Exception as error:
-        if from_outside(error):
-            raise
-        lost = lost_device(kernel[0], modes.tensors_of(args), error) if kernel else None
-        if lost is not None:
-            raise lost from error  # the device is gone for the kernel in charge as well
-        return str(reason("KERNEL_RAISED", f"{type(error).__name__}: {error}"[:300]))
 
 
 def _differs(mine: Any, truth: Any, ctx: Context) -> str | None:

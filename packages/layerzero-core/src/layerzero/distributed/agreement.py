@@ -31,8 +31,9 @@ _generations: dict[tuple[int, ...], itertools.count[int]] = {}
 
 def facts_of(rank: int, world: World) -> Facts:
     """What this process says of itself."""
-    spec = probe_device()
-    kernels = kernels_of(world)
+    spec, registry = probe_device(), world.registry
+    usable = [kernel for kernel in registry.kernels.values() if registry.available(kernel.backend)]
+    kernels = {kernel.kernel_id: kernel.version for kernel in usable}
     return Facts(
         rank=rank,
         layerzero=__version__,
@@ -46,16 +47,6 @@ def facts_of(rank: int, world: World) -> Facts:
         free_memory=free_here(),
         kernels=kernels,
     )
-
-
-def kernels_of(world: World) -> dict[str, str]:
-    """Usable kernels and their versions."""
-    registry = world.registry
-    return {
-        kernel.kernel_id: kernel.version
-        for kernel in sorted(registry.kernels.values(), key=lambda item: item.kernel_id)
-        if registry.available(kernel.backend)
-    }
 
 
 def free_here() -> int | None:
@@ -144,7 +135,7 @@ class Agreement:
         if len({item[0] for item in ours.values()}) > 1:
             words = "; ".join(f"rank {rank} {item[0]}" for rank, item in ours.items())
             raise DistributedError(f"ranks call {op} differently: {words}", code="RANK_DISAGREEMENT", value=words)
-        _, agreed, names = ours[self.leader]
+        agreed, names = str(ours[self.leader][1]), ours[self.leader][2]
         unable = [rank for rank, item in ours.items() if agreed not in item[2]]
         if unable:
             fitting = [name for name in names if all(name in item[2] for item in ours.values())]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from layerzero import json_form
 from layerzero.errors import DistributedError
 from layerzero.json_form import Plain
 from layerzero.reasons import Reason, reason
@@ -15,8 +14,7 @@ from layerzero.reasons import Reason, reason
 
 def digest(value: Any) -> str:
     """A short hash that is the same in every process."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:24]
+    return json_form.digest(value, default=str)[:24]
 
 
 @dataclass(frozen=True, slots=True)

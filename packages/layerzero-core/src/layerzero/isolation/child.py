@@ -94,7 +94,7 @@ class Child:
     def _map(self, arenas: dict[str, Any]) -> None:
         """Follow the parent: a larger host arena, new device arenas."""
         for name, told in arenas.items():
-            known = self._arenas.get(name)
+            known: Any = self._arenas.get(name)
             if name == NAME:
                 if told["bytes"] != known.size:
                     self._arenas[name] = Arena(known.handle, told["bytes"])

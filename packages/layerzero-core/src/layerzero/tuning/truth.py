@@ -38,9 +38,9 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is said of one kernel: its largest error, or why it may not be timed; `ok` None: nobody found out."""
+    """What the gate says of one kernel: its largest error, or why it may not be timed."""
 
-    ok: bool | None
+    ok: bool
     max_error: float = 0.0
     why: str = ""
 
