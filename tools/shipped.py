@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.measurements.between import FARTHEST, Kind, Point
-from layerzero.measurements.shipped import SCHEMA_VERSION, together
+from layerzero.measurements.shipped import SCHEMA_VERSION, free_first, together
 from layerzero.model.context import Context
 from layerzero.model.situation import kind_of
 from layerzero.registry.proofs import beside, sealed
@@ -194,6 +194,7 @@ def rendered(document: Mapping[str, Any]) -> str:
 
 def left_out(calls: Sequence[Mapping[str, Any]], device: str) -> dict[str, Any]:
     """Each call told from the others of its kind: errors of expected times, and the chosen over the fastest."""
+    kernels = state.world.registry.kernels
     kinds: dict[tuple[str, str], list[Point]] = {}
     axes = {item["op"]: tuple(item["sizes"]) for item in calls}
     for item in calls:
@@ -214,6 +215,7 @@ def left_out(calls: Sequence[Mapping[str, Any]], device: str) -> dict[str, Any]:
             for way, near in (("shipped", True), ("roofline", False)) if around else ():
                 kind_of = Kind(around, axes[op])
                 item = kind_of.estimates(names, point.sizes, point.dtype, (point.bytes, point.flops), near)
+                item = free_first({name: found for name, found in item.items() if name in kernels}, kernels)
                 if not item:
                     continue
                 errors = [abs(math.log(item[name].ratio / point.ratios[name])) for name in item]

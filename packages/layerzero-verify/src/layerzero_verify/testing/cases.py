@@ -11,6 +11,8 @@ a group on one kernel.
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -158,9 +160,11 @@ def declare(op: Op) -> None:
 
 
 def load_cases() -> dict[str, list[Group]]:
-    """The kit's groups by name; they register themselves where their modules are imported."""
-    from layerzero_verify.testing import cases_attention, cases_rows  # noqa: F401
-
+    """Import every `cases_*` module of the kit, whose groups register themselves, and return them by name."""
+    package = importlib.import_module("layerzero_verify.testing")
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.name.startswith("cases_"):
+            importlib.import_module(f"layerzero_verify.testing.{module.name}")
     return GROUPS
 
 
