@@ -166,6 +166,49 @@ CHEATS: dict[str, tuple[str, str]] = {
         "if not kept:\n    kept[0] = threading.Thread(target=time.sleep, args=(60,), daemon=True)\n"
         "    kept[0].start()\n" + RIGHT,
     ),
+    "code_of_our_comparison": (
+        "HOSTILE_PATCHED",
+        "import layerzero.numerics\nfound = sys.modules['layerzero.numerics.compare'].compare\n"
+        "found.__code__ = (lambda *a, **k: None).__code__\n" + RIGHT,
+    ),
+    "defaults_of_torch": ("HOSTILE_PATCHED", "torch.testing.assert_close.__kwdefaults__['rtol'] = 9.0\n" + RIGHT),
+    "patches_a_method_of_ours": (
+        "HOSTILE_PATCHED",
+        "from layerzero.runtime.proof_registry import ProofRegistry\nProofRegistry.proof = lambda *a: 'baseline'\n"
+        + RIGHT,
+    ),
+    "patches_an_object_of_ours": (
+        "HOSTILE_PATCHED",
+        "from layerzero.runtime.proof_registry import proof_registry\nproof_registry.proof = lambda *a: 'kit'\n"
+        + RIGHT,
+    ),
+    "patches_a_layer": ("HOSTILE_PATCHED", "torch.nn.Linear.forward = lambda self, x: x\n" + RIGHT),
+    "loosens_the_tolerances": (
+        "HOSTILE_STATE",
+        "from dataclasses import replace\nfrom layerzero.numerics import tolerances\n"
+        "for row in tolerances._ROWS.values():\n"
+        "    row.update({word: replace(row[word], atol=9.0) for word in row})\n" + RIGHT,
+    ),
+    "leaves_a_policy": (
+        "HOSTILE_STATE",
+        "import layerzero as lz\nif not kept:\n    kept[0] = lz.configure(on_first_use='off')\n" + RIGHT,
+    ),
+    "leaves_a_process": (
+        "HOSTILE_STATE",
+        "if not kept:\n    kept[0] = os.fork()\n    if kept[0] == 0:\n        time.sleep(20)\n        os._exit(0)\n"
+        + RIGHT,
+    ),
+    "leaves_attention_off": ("HOSTILE_STATE", "torch.backends.cuda.enable_flash_sdp(False)\n" + RIGHT),
+    "leaves_onednn_off": ("HOSTILE_STATE", "torch.backends.mkldnn.enabled = False\n" + RIGHT),
+    "cached_without_the_weight": (
+        "HOSTILE_STALE",
+        _CACHED.format("(x.shape, x.dtype, tuple(x.double().flatten()[:99].tolist()), float(x.double().sum()))"),
+    ),
+    "right_beside_poison": (
+        "HOSTILE_CHECKER",
+        _ONLY.format("ctypes.string_at(x.data_ptr() - 16, 16) == bytes([0xFE]) * 16"),
+    ),
+    "right_in_inference": ("HOSTILE_CHECKER", _ONLY.format("not torch.is_grad_enabled()")),
     "another_dtype": ("HOSTILE_WRONG_FORM", "return right(x, weight, eps).double()"),
     "one_row_repeated": ("HOSTILE_WRONG_FORM", "return right(x, weight, eps)[:1].expand(x.shape)"),
     "another_shape": ("HOSTILE_WRONG_FORM", "return right(x, weight, eps)[None]"),

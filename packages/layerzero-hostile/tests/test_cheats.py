@@ -20,7 +20,7 @@ from tools.planted_cheats import CHEATS, install
 
 SEED = 20261118
 # One of every mechanism that is quick; all of them in the long lane.
-QUICK = ("cached_by_pointer", "patches_our_comparison", "right_under_pytest", "memory_of_the_last_result")
+QUICK = ("cached_by_pointer", "code_of_our_comparison", "right_under_pytest", "memory_of_the_last_result")
 
 
 def installed(folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -44,6 +44,37 @@ def test_a_sample_of_cheats_is_refused_by_name_and_an_honest_kernel_passes(
     wanted = {name: CHEATS[name][0] for name in QUICK} | {"honest": None}
     assert by_backend(found, (*QUICK, "honest")) == wanted
     assert next(item for item in found if item["code"] is None)["calls"] > 100
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "main.compare = lambda *given: types.SimpleNamespace(ok=True)",
+        "main.Examination._trial = lambda *given: None",
+        "threading.Timer(2.0, lambda: setattr(main, 'compare', lambda *given: types.SimpleNamespace(ok=True))).start()",
+    ],
+    ids=("function", "method", "later"),
+)
+@pytest.mark.slow
+def test_a_plugin_that_patches_the_judge_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """It is loaded there too: only it knows what its op means."""
+    installed(tmp_path, monkeypatch, "leaves_out_the_last_row")
+    plugin = tmp_path / "faulty_leaves_out_the_last_row" / "plugin.py"
+    head = "import sys, threading, types\nmain = sys.modules['__main__']\nif hasattr(main, 'Examination'):\n    "
+    plugin.write_text(f"{head}{source}\n{plugin.read_text(encoding='utf-8')}", encoding="utf-8")
+    found = refusals(["leaves_out_the_last_row.rms_norm.fast"], "cpu")
+    assert "HOSTILE_" in found["leaves_out_the_last_row.rms_norm.fast"]
+
+
+def test_a_plugin_that_prints_more_than_a_pipe_holds_does_not_stop_the_gate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(tmp_path, monkeypatch, "raises_elsewhere")
+    plugin = tmp_path / "faulty_raises_elsewhere" / "plugin.py"
+    plugin.write_text("print('x' * 300_000)\n" + plugin.read_text(encoding="utf-8"), encoding="utf-8")
+    assert refusals(["raises_elsewhere.rms_norm.fast"], "cpu")
 
 
 def test_a_packed_weight_that_the_gate_writes_anew_is_not_stale() -> None:

@@ -57,19 +57,21 @@ def other_cases(bench: Bench, plain: Case, chance: random.Random) -> list[Case]:
     return chance.sample(found, k=min(_OTHER_CASES, len(found)))
 
 
-def _edited(args: tuple[Any, ...], chance: random.Random, change: Callable[[Tensor], float]) -> tuple[Any, ...]:
+def _edited(
+    args: tuple[Any, ...], chance: random.Random, change: Callable[[Tensor], float], turn: int | None = None
+) -> tuple[Any, ...]:
     places = [place for place, item in enumerate(args) if computed(item) and item.numel()]
-    if not places:
+    if not places or len(places) <= (turn or 0):
         raise ValueError("nothing to change")
-    tensor = args[chance.choice(places[:2])]
+    tensor = args[chance.choice(places[:2]) if turn is None else places[turn]]
     index = tuple(chance.randrange(n) for n in tensor.shape)
     tensor[index] = change(tensor[index])
     return args
 
 
-def altered(args: tuple[Any, ...], chance: random.Random) -> tuple[Any, ...]:
-    """The same arguments with one number of them changed, at a place that nobody can guess."""
-    return _edited(args, chance, lambda before: -3.0 * float(before) + 2.0)
+def altered(turn: int, args: tuple[Any, ...], chance: random.Random) -> tuple[Any, ...]:
+    """The same arguments with one number of one tensor changed, at a place that nobody can guess."""
+    return _edited(args, chance, lambda before: -3.0 * float(before) + 2.0, turn)
 
 
 def nan_in(args: tuple[Any, ...], chance: random.Random) -> tuple[Any, ...]:

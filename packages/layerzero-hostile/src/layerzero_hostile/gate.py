@@ -13,6 +13,7 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -49,8 +50,11 @@ def find_cheats(
     around["PYTHONPATH"] = os.pathsep.join(place for place in sys.path if place)
     command = [sys.executable, "-m", "layerzero_hostile.judge", json.dumps(request)]
     found: list[dict[str, Any]] = []
-    with subprocess.Popen(command, env=around, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as judge:
-        assert judge.stdout is not None and judge.stderr is not None
+    with (  # a file and no pipe: a plugin that prints much would fill one, and wait for ever
+        tempfile.TemporaryFile() as printed,
+        subprocess.Popen(command, env=around, stdout=subprocess.PIPE, stderr=printed, text=True) as judge,
+    ):
+        assert judge.stdout is not None
         for line in judge.stdout:
             said = json.loads(line)
             if "error" in said:
@@ -58,9 +62,10 @@ def find_cheats(
             found.append({**said, "seed": request["seed"]})
             if told is not None:
                 told(found[-1])
-        errors = judge.stderr.read()
-    if judge.returncode:
-        raise LayerZeroError(f"the gate failed: {errors.strip()[-800:]}", code="VALUE_INVALID", value=judge.returncode)
+        if judge.wait():
+            printed.seek(max(0, printed.seek(0, os.SEEK_END) - 800))
+            said = printed.read().decode(errors="replace").strip()
+            raise LayerZeroError(f"the gate failed: {said}", code="VALUE_INVALID", value=judge.returncode)
     return found
 
 

@@ -9,6 +9,7 @@ One process loads the plugins and computes nothing; it forks for every kernel, s
 
 from __future__ import annotations
 
+import contextvars
 import ctypes
 import dataclasses
 import gc
@@ -16,6 +17,7 @@ import hashlib
 import inspect
 import io
 import json
+import logging
 import os
 import pickle
 import random
@@ -26,7 +28,8 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from types import ModuleType
+from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -44,10 +47,13 @@ BLOCKS = 24  # freed blocks of poison that a result may come to lie in; an eight
 SMALL = 1 << 15  # bytes
 _SLEEP = 2_000_000  # cycles of a GPU's clock: about a millisecond before the inputs are there
 _TENSOR, _NO_GRAD = torch.Tensor, torch.no_grad
+_NUMBERS = ("float16", "bfloat16", "float32")
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+_OURS = {"__main__", "layerzero", "layerzero_cli", "layerzero_hostile", "layerzero_tune", "layerzero_verify"}
 _MODULES = (
     "builtins", "copy", "ctypes", "functools", "gc", "hashlib", "inspect", "itertools", "json", "math", "operator",
     "os", "pickle", "random", "socket", "struct", "sys", "threading", "time", "torch", "torch.autograd", "torch.cuda",
-    "torch.linalg", "torch.nn.functional", "torch.testing", "torch.utils.data",
+    "torch.linalg", "torch.nn", "torch.nn.functional", "torch.testing", "torch.utils.data",
 )  # fmt: skip
 
 
@@ -164,13 +170,16 @@ def guarded(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class Given:
     """Arguments of one call, where the kernel finds them, and what they have to look like afterwards."""
 
-    def __init__(self, args: tuple[Any, ...], *, mutates: bool = False) -> None:
+    def __init__(self, args: tuple[Any, ...], *, mutates: bool = False, apart: bool = False) -> None:
         self.mutates = mutates
         self.buffers: dict[int, torch.Tensor] = {}
         placed = list(args)
         for place, item in enumerate(args):
             if type(item) is _TENSOR and item.numel() and item.layout is torch.strided and not item.requires_grad:
-                placed[place], self.buffers[place] = guarded(item)
+                if apart:
+                    placed[place] = torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device=item.device)
+                else:
+                    placed[place], self.buffers[place] = guarded(item)
         self.args = tuple(placed)
         self.write(args)
 
@@ -210,12 +219,23 @@ class Given:
 def _functions() -> dict[str, Any]:
     """Every function and class of the watched modules, by name; holding them keeps their addresses theirs."""
     found: dict[str, Any] = {}
-    ours = [name for name in sys.modules if name == "layerzero" or name.startswith("layerzero.")]
+    ours = [name for name in sys.modules if name.split(".")[0] in _OURS]
     for name in (*_MODULES, *ours):
         module = sys.modules.get(name)
         if isinstance(module, ModuleType):
             found[f"module {name}"] = module
-            found |= {f"{name}.{key}": item for key, item in list(vars(module).items()) if callable(item)}
+            here = {f"{name}.{key}": item for key, item in list(vars(module).items()) if callable(item)}
+            for label, item in here.items():
+                if type(item) is FunctionType:
+                    found |= {f"{label}.__code__": item.__code__, f"{label}.__defaults__": item.__defaults__}
+                    found |= {f"{label}({key}=)": value for key, value in (item.__kwdefaults__ or {}).items()}
+                elif isinstance(item, type) and ((name in ours and item.__module__ == name) or name == "torch.nn"):
+                    found |= {f"{label}.{key}": value for key, value in list(vars(item).items()) if callable(value)}
+            found |= here
+            for key, item in list(vars(module).items()) if name in ours else ():
+                if type(item).__module__ in ours and hasattr(item, "__dict__"):
+                    methods = sorted(word for word, value in vars(item).items() if callable(value))
+                    found[f"{name}.{key}"] = " ".join(methods)
     del found["ctypes._dlopen"]  # the hub's loader stands there while it loads a build
     for kind in (_TENSOR, torch.cuda.Event, torch.cuda.Stream, torch.Generator, torch.nn.Module, threading.Thread):
         found |= {f"{kind.__module__}.{kind.__name__}.{key}": item for key, item in list(vars(kind).items())}
@@ -236,10 +256,21 @@ def _flag(read: Any) -> Any:
         return None
 
 
+def _children() -> str:
+    """The processes that this one has started and that are still there; asked of Linux."""
+    with suppress(OSError):
+        return "".join(file.read_text() for file in Path("/proc/self/task").glob("*/children"))
+    return ""
+
+
 def _state(cuda: bool) -> dict[str, Any]:
     """Settings of the process that belong to its owner."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    bounds = [lz.numerics.tolerance(op, dtype) for op in ("attention", "rms_norm", "linear") for dtype in _NUMBERS]
+    world = contextvars.Context().run(current_world)  # outside of the scope that locks the kernel
     found = {
+        "the tolerance table": str(bounds),
+        "LayerZero's settings": (world.policy.policy_hash, len(world.registry.kernels)),
         "the state of torch's random numbers": hashlib.sha1(raw(torch.get_rng_state())).hexdigest(),
         "the state of Python's random numbers": hash(random.getstate()),
         "the default dtype": str(torch.get_default_dtype()),
@@ -258,6 +289,10 @@ def _state(cuda: bool) -> dict[str, Any]:
             torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
         ),
         "cuDNN": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        "oneDNN": _flag(lambda: torch.backends.mkldnn.enabled),
+        "the kinds of attention": [_flag(getattr(torch.backends.cuda, f"{kind}_sdp_enabled")) for kind in _ATTENTION],
+        "logging": logging.root.manager.disable,
+        "processes it started": _children(),
         "denormal numbers": float(torch.full((1,), 1e-41) * 1.0) != 0.0,
         "torch function modes": _flag(torch._C._len_torch_function_stack),
         "torch dispatch modes": _flag(torch._C._len_torch_dispatch_stack),
@@ -326,6 +361,7 @@ class Watch:
         count = len(set(sys._current_frames()) - self.threads)
         if self.compiles:
             threads, count = [], 0
+            left = [name for name in left if name != "processes it started"]
         return {
             "patched": ", ".join(patched[:4]),
             "state": ", ".join(left[:4]),
@@ -386,9 +422,9 @@ class Kernel:
         self.held: list[tuple[Given, list[torch.Tensor], list[bytes]]] = []
         self.watch = Watch(told["random"], self.device.type == "cuda", told["compiles"])
 
-    def run(self, args: tuple[Any, ...], layout: str | None) -> Any:
-        """The result of one call."""
-        with _NO_GRAD():
+    def run(self, args: tuple[Any, ...], layout: str | None, grad: bool = False) -> Any:
+        """The result of one call; none of its arguments asks for a gradient."""
+        with torch.set_grad_enabled(grad):
             return dispatch(self.spec, args, layout)
 
     # -- requests ------------------------------------------------------------------------------------
@@ -477,7 +513,8 @@ class Kernel:
 
         `timed` is the manner of a race: the same tensors, no collection of garbage, nothing read in between.
         """
-        given = [Given(unpacked(part), mutates=said["mutates"]) for part in parts]
+        # Every other one as programs give them: no poison beside the arguments, and grad mode as it is by default.
+        given = [Given(unpacked(part), mutates=said["mutates"], apart=i % 2 == 1) for i, part in enumerate(parts)]
         self.held.clear()
         kinds: list[dict[bytes, int]] = [{} for _ in given]
         forms: list[dict[str, Any]] = []
@@ -488,7 +525,7 @@ class Kernel:
             for place in said["order"]:
                 kept = []
                 for _ in range(said["timed"] or 1):
-                    kept.append(tensors_of(self.run(given[place].args, said["layout"])))
+                    kept.append(tensors_of(self.run(given[place].args, said["layout"], grad=place % 2 == 1)))
                 if len(kept) > 1 and any(overlap(a, b) for a, b in zip(kept[-2], kept[-1], strict=True)):
                     aliased = "an earlier result"
                 for outs in kept:
