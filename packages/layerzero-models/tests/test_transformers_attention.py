@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,6 +200,119 @@ def test_attention_sinks_take_their_share(side: str | None) -> None:
     assert (zoo.logits(model, given) - want).abs().max().item() < LOGITS / 10
     assert torch.equal(zoo.generated(model, given), tokens)
     assert model.model.layers[0].mlp.experts.config._experts_implementation == "layerzero"
+
+
+def _sized(name: str, kind: str, **fields: Any) -> Any:
+    """A tiny model of transformers by its prefix and the rest of its name, with lively weights."""
+    import transformers as t
+
+    torch.manual_seed(0)
+    model = getattr(t, name + kind)(getattr(t, f"{name}Config")(**fields)).eval()
+    zoo.models._lively(model, name, 0)
+    return model
+
+
+_LATENT: dict[str, Any] = {
+    **zoo.SMALL, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_shared_experts": 1, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "index_n_heads": 4, "index_head_dim": 16,
+    "index_topk": 4,
+}  # fmt: skip
+
+
+def test_keys_that_an_indexer_did_not_choose_are_hidden() -> None:
+    """Models ask for that with words of their own, under every name of an attention but transformers' own two."""
+    draw = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(2, 4, count, 16, generator=draw) for count in (5, 9, 9))
+    causal = torch.ones(5, 9, dtype=torch.bool).tril(4).expand(2, 1, -1, -1)
+    keys = torch.rand(2, 5, 9, generator=draw).topk(4).indices.int()
+    seen = torch.zeros(2, 5, 9, dtype=torch.bool).scatter(-1, keys.long(), True)[:, None] & causal
+    seen[..., 0] = causal[..., 0]  # no row without any key
+    keys = torch.cat((keys, torch.zeros(2, 5, 1, dtype=torch.int32)), -1)
+    want = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen).transpose(1, 2)
+    floats = torch.zeros(causal.shape).masked_fill(~causal, torch.finfo(torch.float32).min)
+    for mask in (causal, floats):
+        found, _ = attending.attend(torch.nn.Module(), query, key, value, mask, indices=keys)
+        torch.testing.assert_close(found, want)
+
+    def build(blocks: Any, mask: Any, count: int, dtype: torch.dtype, device: Any, positions: torch.Tensor) -> Any:
+        assert (blocks, mask, count, positions.tolist()) == ("blocks", None, 9, [[4, 5, 6, 7, 8]])
+        return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+
+    module: Any = torch.nn.Module()
+    module.indexer = SimpleNamespace(build_block_mask=build)
+    words: Any = {"block_indices": "blocks"}
+    found, _ = attending.attend(module, query, key, value, None, **words)
+    torch.testing.assert_close(found, want)
+
+
+def test_models_with_an_indexer_give_the_logits_they_give_unpatched() -> None:
+    """Such as DeepSeek 3.2, as far as this version of transformers has them."""
+    import transformers as t
+
+    for name in ("DeepseekV32", "GlmMoeDsa", "HYV4"):
+        if not hasattr(t, f"{name}ForCausalLM"):
+            continue
+        model = _sized(name, "ForCausalLM", **_LATENT)
+        for side in (None, "left"):
+            given = zoo.inputs(model, side)
+            want, tokens = zoo.logits(model, given), zoo.generated(model, given)
+            lz.patch(model)
+            assert (zoo.logits(model, given) - want).abs().max().item() < LOGITS / 10, name
+            assert torch.equal(zoo.generated(model, given), tokens), name
+            lz.unpatch(model)
+
+
+_BART: dict[str, Any] = {
+    "vocab_size": zoo.VOCAB, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "max_position_embeddings": 128,
+}  # fmt: skip
+_GIT = {**zoo.SMALL, "vision_config": {"hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 1}}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "fields"),
+    [
+        ("Git", "ForCausalLM", _GIT),
+        ("NllbMoe", "ForConditionalGeneration", {**_BART, "num_experts": 4, "expert_capacity": 64}),
+        ("PegasusX", "ForConditionalGeneration", {**_BART, "block_size": 4, "num_global_tokens": 2}),
+        ("Splinter", "Model", {**zoo.SMALL, "question_token_id": 3}),
+    ],
+)
+def test_models_that_know_eager_attention_only_get_its_masks(name: str, kind: str, fields: dict[str, Any]) -> None:
+    """They add them to scores, or do not say what is causal: a mask of another form would be wrong without a word."""
+    lz.enable_transformers()
+    model = _sized(name, kind, **fields)
+
+    def numbers(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = model(**given)[0]
+        return found[given["attention_mask"].bool()] if kind != "ForConditionalGeneration" and len(given) > 1 else found
+
+    for side in (None, "left"):
+        given = zoo.inputs(model, side)
+        want = numbers(given)
+        model.set_attn_implementation("layerzero")
+        assert (numbers(given) - want).abs().max().item() < LOGITS / 10
+        model.set_attn_implementation("eager")
+    made = torch.compile(attending.mask, fullgraph=True, backend="eager")(1, 3, 3, config=model.config)
+    assert made is not None and made.tolist()[0][0][0] == [0.0, *[torch.finfo(torch.float32).min] * 2]
+
+
+def test_the_report_names_the_parts_whose_attention_it_is() -> None:
+    """Not by their names: the text side of GIT computes its own, and a class may be called anything."""
+    report = lz.patched(lz.patch(_sized("Git", "ForCausalLM", **_GIT)))
+    assert report is not None
+    assert [item.kind for item in report.patched if item.op == "attention"] == ["GitVisionAttention"]
+
+    model = zoo.made("llama")
+    attention = model.model.layers[0].self_attn
+    own = type(attention)
+    attention.__class__ = type("Latent", (own,), {"forward": lambda *a, **k: own.forward(*a, **k)})
+    report = lz.patched(lz.patch(model))
+    assert report is not None
+    kinds = [item.kind for item in report.patched if item.op == "attention"]
+    assert kinds == ["Latent", "LlamaAttention", "LlamaAttention"]
 
 
 def test_experts_of_deepseek_v3_are_routed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import types
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import nn
 
 from layerzero.dispatch.beside import import_adapters
 from layerzero.dispatch.late import current_world
-from layerzero.errors import BackendNotAvailableError, InvalidInputError
+from layerzero.errors import BackendNotAvailableError, invalid
 from layerzero.json_form import Plain
 
 _RECORD = "_layerzero_patch"
@@ -225,6 +226,17 @@ def restore(model: nn.Module) -> PatchReport | None:
     return record.report
 
 
+def over(function: Any, names: Mapping[str, Any], code: types.CodeType | None = None) -> Any:
+    """The function, with other code where that is given, over other values of some of its global names. Without
+    `__name__`: torch.compile would look them up in the module of that name, where they are not."""
+    known = {name: item for name, item in {**function.__globals__, **names}.items() if name != "__name__"}
+    how = function.__name__, function.__defaults__, function.__closure__
+    made = types.FunctionType(code or function.__code__, known, *how)
+    for name in ("__kwdefaults__", "__annotations__", "__qualname__"):
+        setattr(made, name, getattr(function, name))
+    return made
+
+
 def version_of(library: str, oldest: tuple[int, int]) -> str:
     """The version of a library here; an error where there is none, or one from before what we enter by."""
     try:
@@ -253,14 +265,14 @@ Model = TypeVar("Model")
 
 
 def patch(model: Model, **options: Any) -> Model:
-    """Let a model compute with LayerZero's ops, in place, and return it; `lz.patched(model)` says what changed.
+    """Make a model use LayerZero's ops, in place, and return it; `lz.patched(model)` lists what changed.
 
         model = lz.patch(AutoModelForCausalLM.from_pretrained(name))
         pipe = lz.patch(StableDiffusionPipeline.from_pretrained(name))
 
-    Takes models of transformers and diffusers, and whole pipelines of diffusers. Weights stay what and where they are,
-    and `lz.unpatch` restores the very same objects. Patching twice changes nothing. The libraries of a GPU's kernels
-    that may be compiled while the model serves are imported here, where nobody waits for a token.
+    Options for transformers: skip=(), everything=False, joined=True, graphs=False, graph_memory=None; for diffusers:
+    attention=True, norms=True, feed_forward=False, text_encoders=True (docs/transformers.md, docs/diffusers.md).
+    Weights are not copied or moved. On a GPU the libraries of its kernels are imported here.
     """
     patcher_of(model).patch(model, **options)
     where = getattr(model, "device", None)
@@ -287,10 +299,7 @@ def patcher_of(model: Any) -> Any:
         name = PATCHERS.get(kind.__module__.partition(".")[0])
         if name is not None:
             return importlib.import_module(name)
-    raise InvalidInputError(
-        f"{type(model).__module__}.{type(model).__name__} is not a model lz.patch knows",
-        code="TYPE_INVALID",
-        value=type(model).__name__,
-        limit=f"a model of {' or '.join(sorted(PATCHERS))}",
-        hint="call lz.attention, lz.rms_norm, … in the model's own code, or patch the parts of it that are such models",
-    )
+    expected, name = f"a model of {' or '.join(sorted(PATCHERS))}", type(model).__name__
+    told = f"{type(model).__module__}.{name} is not a model lz.patch knows"
+    hint = "call lz.attention, lz.rms_norm, … in the model's own code, or patch the parts of it that are such models"
+    raise invalid("TYPE_INVALID", name, expected, told, hint)

@@ -98,18 +98,17 @@ def shard_weight(weight: Tensor, dim: int, rank: int, world: int, *, parts: int 
     if world < 1 or not 0 <= rank < world:
         raise invalid("VALUE_INVALID", f"rank {rank} of {world}", "0 <= rank < world")
     size = weight.shape[dim]
-    sizes = [size // parts] * parts if isinstance(parts, int) and parts > 0 else list(_lengths(parts))
+    if isinstance(parts, int) and parts > 0:
+        sizes = [size // parts] * parts
+    elif isinstance(parts, Sequence) and parts and all(isinstance(n, int) and n > 0 for n in parts):
+        sizes = list(parts)
+    else:
+        raise invalid("VALUE_INVALID", f"parts={parts}", "a count, or the lengths of the parts")
     if sum(sizes) != size:
         raise invalid("SHAPE_INVALID", f"parts={parts}", f"{size} in all", f"the parts do not make up axis {dim}")
     pieces = [torch.split(part, _widths(length, world, f"axis {dim}"), dim)[rank]
               for part, length in zip(torch.split(weight, sizes, dim), sizes, strict=True)]  # fmt: skip
     return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
-
-
-def _lengths(parts: Any) -> Sequence[int]:
-    if isinstance(parts, Sequence) and parts and all(isinstance(n, int) and n > 0 for n in parts):
-        return parts
-    raise invalid("VALUE_INVALID", f"parts={parts}", "a count, or the lengths of the parts")
 
 
 def _widths(size: Any, world: int, name: str) -> list[int]:

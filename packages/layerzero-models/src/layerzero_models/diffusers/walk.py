@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from layerzero import attention, layer_norm, mlp, rms_norm
 from layerzero_models.diffusers.processors import backend, known
-from layerzero_models.patching import Changes, Record
+from layerzero_models.patching import Changes, Record, over
 
 Forward = Callable[..., Tensor]
 
@@ -182,11 +182,6 @@ def _over_layerzero(kind: type) -> type | None:
     names = call.__globals__
     if names.get("F") is not torch.nn.functional or vars(sys.modules[kind.__module__]) is not names:
         return None
-    # Without a name torch.compile guards on this very dictionary; with one it would guard on the library's module.
-    others = {key: value for key, value in names.items() if key != "__name__"} | {"F": _functional}
-    again = types.FunctionType(call.__code__, others, call.__name__, call.__defaults__, call.__closure__)
-    again.__kwdefaults__ = call.__kwdefaults__
-    again.__annotations__ = call.__annotations__
-    again.__qualname__ = call.__qualname__
+    again = over(call, {"F": _functional})
     body = {"__call__": again, "__module__": __name__, "__doc__": kind.__doc__, "op": "attention"}
     return type(f"LayerZero{kind.__name__}", (kind,), body)

@@ -109,7 +109,9 @@ def calls_of(cache: KVCache, query: _Query, layer: int, options: dict[str, Any])
         return _over_chunks(cache, query, layer, words)
     if len(set(query.lens)) == 1 and query.lens[0] > 0 and len(set(lengths)) == 1:
         return [_over_dense(cache, query, layer, words)]
-    return [_over_rows(cache, query, layer, words)]
+    # Sequences of different length: each is one page as long as the longest.
+    planes = _rows(cache, layer, max(*lengths, 1))
+    return [_paged_call(cache, query, planes, _one_page_each(cache, lengths, query.lens), words)]
 
 
 def _over_pages(cache: KVCache, query: _Query, layer: int, words: dict[str, Any]) -> CacheCall:
@@ -132,13 +134,6 @@ def _over_dense(cache: KVCache, query: _Query, layer: int, words: dict[str, Any]
         rows = rows.transpose(1, 2)
     causal = {"is_causal": "bottom_right"} if count > 1 else {}
     return CacheCall("attention", (rows, keys, values), {"layout": layout, **causal, **words}, notes)
-
-
-def _over_rows(cache: KVCache, query: _Query, layer: int, words: dict[str, Any]) -> CacheCall:
-    """Sequences of different length: each is one page as long as the longest."""
-    lengths = cache.lengths(layer)
-    planes = _rows(cache, layer, max(max(lengths), 1))
-    return _paged_call(cache, query, planes, _one_page_each(cache, lengths, query.lens), words)
 
 
 def _over_chunks(cache: KVCache, query: _Query, layer: int, words: dict[str, Any]) -> list[CacheCall]:

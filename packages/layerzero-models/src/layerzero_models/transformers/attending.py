@@ -134,48 +134,32 @@ def noted(attention_mask: Any) -> Note | None:
 
 
 def mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Any = 0,
-    kv_offset: int = 0,
-    *,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    config: Any = None,
-    **rest: Any,
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, **words: Any
 ) -> Tensor | None:
     """The mask function registered beside the attention function; the arguments are transformers'."""
-    from transformers.masking_utils import causal_mask_function, sdpa_mask
+    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
+    attention_mask, local_size = words.get("attention_mask"), words.get("local_size")
+    config: Any = words.get("config")
+    read = _read_by_models(type(config))
+    skip = words.get("allow_is_causal_skip", True) and not read
     compiling = torch.compiler.is_compiling()
     window = None if local_size is None else _window(config, local_size)
     known = local_size is None or window is not None
-    causal = rest.get("mask_function", causal_mask_function) is causal_mask_function
+    causal = words.get("mask_function", causal_mask_function) is causal_mask_function
     # One new token at a place of a cache that is all there from the start.
     static = isinstance(q_offset, Tensor) and causal and q_length == 1 and not compiling
     ends_here = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    if compiling and causal and allow_is_causal_skip and ends_here and attention_mask is None and local_size is None:
+    if compiling and causal and skip and ends_here and attention_mask is None and local_size is None:
         if q_length == kv_length and not torch.compiler._is_exporting_flag:
             return None  # where transformers makes one: a kernel that reads it computes what it hides too
-    said = known and allow_is_causal_skip and ends_here and not compiling
+    said = known and skip and ends_here and not compiling
     if said and local_size is not None and q_length in (1, kv_length) and not _padded(attention_mask):
-        if (q_length == 1 and kv_length <= local_size) or _passes_window(str(getattr(config, "model_type", ""))):
+        if (q_length == 1 and kv_length <= local_size) or _passes_window(config.__class__):
             return None  # nothing is hidden, or the attention function is told the window by the model
-    found: Tensor | None = sdpa_mask(
-        batch_size,
-        q_length,
-        kv_length,
-        q_offset,
-        kv_offset,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip,
-        config=config,
-        **rest,
-    )
-    if found is None or compiling:
+    make: Any = eager_mask if read else sdpa_mask
+    found: Tensor | None = make(batch_size, q_length, kv_length, q_offset, kv_offset, **words)
+    if found is None or compiling or read:
         return found
     if static:
         return with_note(found, _Unread(attention_mask))
@@ -192,10 +176,8 @@ def with_note(found: Tensor, note: Note | _Unread) -> Tensor:
 
 def _padded(attention_mask: Tensor | None) -> bool:
     """Whether a token is hidden. Reading that waits for the device, which a capture forbids: then it may be."""
-    if attention_mask is None:
-        return False
-    if attention_mask.is_cuda and torch.cuda.is_current_stream_capturing():
-        return True
+    if attention_mask is None or (attention_mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return attention_mask is not None
     return not bool(attention_mask.all())
 
 
@@ -206,20 +188,34 @@ def _window(config: Any, local_size: int) -> tuple[int, int] | None:
     return (local_size - 1, 0) if getattr(config, "sliding_window", None) == local_size else None
 
 
+def _models_of(kind: type) -> Any:
+    """The file with the models of a configuration; that of the configuration where there is none."""
+    return sys.modules.get(kind.__module__.replace(".configuration_", ".modeling_"), sys.modules[kind.__module__])
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _read_by_models(kind: type) -> bool:
+    """Whether the models of a configuration are flagged for eager attention only: they may read masks themselves."""
+    return _eager_alone(kind)
+
+
+@lru_cache(maxsize=256)  # Dynamo warns where it meets one
+def _eager_alone(kind: type) -> bool:
+    models = [item for item in vars(_models_of(kind)).values() if getattr(item, "config_class", None) is kind]
+    others = (m._supports_sdpa or (m._supports_flash_attn and m._supports_attention_backend) for m in models)
+    return bool(models) and not any(others)
+
+
 @lru_cache(maxsize=256)
-def _passes_window(model_type: str) -> bool:
-    """Whether an architecture hands its window to the attention function: every call of it in the model's source."""
-    folder = model_type.removesuffix("_text")
-    names = {f"transformers.models.{name}.modeling_{name}" for name in (model_type, folder)}
-    for module in (sys.modules[name] for name in names if name in sys.modules):
-        try:
-            tree = ast.parse(inspect.getsource(module))
-        except (OSError, SyntaxError, TypeError):
-            return False
-        called = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        calls = [node for node in called if getattr(node.func, "id", "") == "attention_interface"]
-        return bool(calls) and all(any(k.arg == "sliding_window" for k in call.keywords) for call in calls)
-    return False
+def _passes_window(kind: type) -> bool:
+    """Whether models hand their window to the attention function: every call of it in their source."""
+    try:
+        tree = ast.parse(inspect.getsource(_models_of(kind)))
+    except (OSError, SyntaxError, TypeError):
+        return False
+    called = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [node for node in called if getattr(node.func, "id", "") == "attention_interface"]
+    return bool(calls) and all(any(k.arg == "sliding_window" for k in call.keywords) for call in calls)
 
 
 # -- attention -----------------------------------------------------------------------------------------
@@ -237,14 +233,19 @@ def attend(
     position_bias: Tensor | None = None,
     s_aux: Tensor | None = None,
     cache: Any = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """query [B, H, Sq, D], key and value [B, Hkv, Sk, D] to ([B, Sq, H, D], None).
 
     Without a mask, one query sees all keys; several are causal where the module is (`is_causal` overrides it), from the
     first key on: with more keys than queries the rest are the empty places of a static cache. `s_aux` [H] are sinks: a
-    score of each head that takes part in the softmax and has no value.
+    score of each head that takes part in the softmax and has no value. `indices` [B, Sq, K] are the keys that a query
+    may see of those that the mask shows, and `block_indices` [B, G, Sq, K] blocks of keys, for groups of heads.
     """
+    if indices is not None or block_indices is not None:
+        attention_mask = _chosen(module, query, key, attention_mask, indices, block_indices, rest.get("position_ids"))
     if attention_mask is None and query.shape[2] == 1 and position_bias is None and cache is None and s_aux is None:
         # A decode step, the one call that has no time to lose: nothing is hidden but what lies outside a window.
         window = None
@@ -259,6 +260,7 @@ def attend(
     window = None
     if attention_mask is None:
         causal = queries > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        causal = causal and not _read_by_models(type(getattr(module, "config", None)))
         if causal and keys > queries:
             key, value = key[:, :, :queries], value[:, :, :queries]
             if position_bias is not None:
@@ -281,6 +283,20 @@ def attend(
     words = {"window": window, "softcap": softcap, "sinks": s_aux}
     out = attention(query, key, value, attention_mask, dropout, causal, scaling, **words)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _chosen(
+    module: Any, query: Tensor, key: Tensor, mask: Any, indices: Tensor | None, blocks: Any, positions: Any
+) -> Tensor:
+    """The mask without the keys that the model's indexer left out. For `sdpa` the models do this themselves."""
+    keys, queries = key.shape[2], query.shape[2]
+    if indices is None:
+        places = torch.arange(keys - queries, keys, device=query.device) if positions is None else positions
+        places = places.reshape(-1, queries)
+        return module.indexer.build_block_mask(blocks, mask, keys, query.dtype, query.device, places)  # type: ignore[no-any-return]
+    seen = torch.zeros((*indices.shape[:2], keys), dtype=torch.bool, device=key.device)
+    seen = seen.scatter(-1, indices.long(), True).unsqueeze(1)
+    return mask & seen if mask.dtype is torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)  # type: ignore[no-any-return]
 
 
 def biased(bias: Tensor, mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> Tensor:

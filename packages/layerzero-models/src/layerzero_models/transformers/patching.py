@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import types
 from collections.abc import Callable, Collection, Iterator
@@ -136,11 +137,16 @@ def _attention(model: Any, record: _Record) -> None:
         return
     choose(model, "attn", record.changes)
     for name, module in model.named_modules():
-        if type(module).__name__.endswith("Attention") and hasattr(module, "config"):
+        if hasattr(module, "config") and any(map(_asks_interface, type(module).__mro__)):
             if module.config._attn_implementation == NAME:
                 record.did(name, module, "attention")
             else:
                 record.leave(name, module, f"transformers keeps its {module.config._attn_implementation} attention")
+
+
+def _asks_interface(kind: type) -> bool:
+    code = getattr(inspect.unwrap(vars(kind).get("forward", abs)), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 def _experts(model: Any, record: _Record) -> None:
@@ -162,19 +168,15 @@ def _experts(model: Any, record: _Record) -> None:
 # -- norms -------------------------------------------------------------------------------------------
 def _norms(model: Any, record: _Record) -> None:
     for name, module in model.named_modules():
+        kind = type(module).__name__
         if type(module).forward is nn.LayerNorm.forward and isinstance(module, nn.LayerNorm):
             if len(module.normalized_shape) != 1:
                 record.leave(name, module, "it normalises over several axes")
             elif _free(record, name, module):
                 _forward(record, name, module, "layer_norm", parts.layer_norm, quick.Facts(module._parameters))
-        elif _looks_like_rms(module) and _free(record, name, module):
-            _rms(name, module, record)
-
-
-def _looks_like_rms(module: Any) -> bool:
-    kind = type(module).__name__
-    own = list(module._parameters)
-    return (kind.endswith(("RMSNorm", "RmsNorm")) or kind == "T5LayerNorm") and own == ["weight"]
+        elif kind.endswith(("RMSNorm", "RmsNorm")) or kind == "T5LayerNorm":
+            if [*module._parameters] == ["weight"] and _free(record, name, module):
+                _rms(name, module, record)
 
 
 def _rms(name: str, module: Any, record: _Record) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import nn
 
+from layerzero_models.patching import over
 from layerzero_models.transformers import parts
 
 _ADD, _END = "_layerzero_add_norm", "_layerzero_end"
@@ -36,8 +37,7 @@ class NotRewritable(Exception):
 
 def renamed(function: Any, **names: Any) -> Callable[..., Any]:
     """The function with other values for some of its global names."""
-    plain = _plain(function)
-    return _over(plain, plain.__code__, names)
+    return over(_plain(function), names)  # type: ignore[no-any-return]
 
 
 def residual_norms(function: Any) -> tuple[str, ...]:
@@ -55,16 +55,8 @@ def with_residuals(
 ) -> Callable[..., Any]:
     """The forward with the sums before these norms, and the one at its end, handed to two functions."""
     plain = _plain(function)
-    return _over(plain, _rewritten(plain, tuple(norms), end is not None), {_ADD: add_norm, _END: end})
-
-
-def _over(function: types.FunctionType, code: types.CodeType, names: dict[str, Any]) -> Callable[..., Any]:
-    """The function with other code, over the names of its file with some exchanged. Without `__name__`: torch.compile
-    would look them up in the module of that name, where they are not."""
-    known = {name: item for name, item in {**function.__globals__, **names}.items() if name != "__name__"}
-    made = types.FunctionType(code, known, function.__name__, function.__defaults__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    code = _rewritten(plain, tuple(norms), end is not None)
+    return over(plain, {_ADD: add_norm, _END: end}, code)  # type: ignore[no-any-return]
 
 
 def _plain(function: Any) -> types.FunctionType:
@@ -88,10 +80,12 @@ def _rewritten(function: types.FunctionType, norms: tuple[str, ...], end: bool) 
                 h, residual, norm = found
                 body[i : i + 3] = [_placed(f"{h}, {residual} = {_ADD}(self.{norm}, {h}, {residual})", body[i])]
                 done += 1
-    last = _last_sum(definition.body) if end else None
-    if last is not None:
-        definition.body[-2:] = [_placed(f"return {_END}(self, {last[0]}, {last[1]})", definition.body[-2])]
-        done += 1
+    match definition.body[-2:]:
+        case [ast.Assign() as last, ast.Return(value=ast.Name(id=name))]:
+            summed = _sum(last)
+            if end and summed is not None and name == summed[0]:
+                definition.body[-2:] = [_placed(f"return {_END}(self, {summed[0]}, {summed[1]})", last)]
+                done += 1
     if not done:
         raise NotRewritable("it has no sum right before a norm")
     module = compile(ast.fix_missing_locations(tree), function.__code__.co_filename, "exec")
@@ -150,15 +144,6 @@ def _kept_and_normed(statements: list[ast.stmt]) -> tuple[str, str, str] | None:
             ),
         ] if kept == given == out and residual != kept:
             return kept, residual, norm
-    return None
-
-
-def _last_sum(body: list[ast.stmt]) -> tuple[str, str] | None:
-    """(h, residual) where a body ends with `h = residual + h; return h`."""
-    match body[-2:]:
-        case [ast.Assign() as last, ast.Return(value=ast.Name(id=name))]:
-            summed = _sum(last)
-            return summed if summed is not None and name == summed[0] else None
     return None
 
 
