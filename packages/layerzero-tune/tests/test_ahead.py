@@ -184,6 +184,8 @@ def test_a_thorough_run_waits_for_every_compiler(lab, cache, tmp_path, monkeypat
     assert [words["limit_s"] for words in given] == [tuning_run.COMPILE_S, None, 7.0, 5.0]
     with pytest.raises(lz.errors.InvalidInputError, match="compile_seconds=0"):
         lz.tune([context(32)], compile_seconds=0)
+    with pytest.raises(lz.errors.InvalidInputError, match="seconds=nan"):
+        lz.tune([context(32)], seconds=float("nan"))
 
 
 # -- what is told --------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from layerzero.selection.world import Measurements
 from layerzero_tune.blocks import cost as blocks_cost
 from layerzero_tune.blocks import plan as public_blocks
 from layerzero_tune.blocks import search as blocks_place
-from layerzero_tune.blocks.cost import Candidate, Meter
+from layerzero_tune.blocks.cost import Meter
 from layerzero_tune.blocks.search import fastest_each, in_place, time_in_place
 from layerzero_tune.timing.clock import cpu_clock
 from tests import own_time
@@ -117,7 +118,11 @@ def test_places_are_priced_by_all_their_turns_without_the_pace_of_the_machine(
     meter = Meter(state.world, measure=True)
 
     def prices() -> list[float]:
-        found = [Candidate(kernel, lambda *a: None, 0.0) for kernel in (first, second, third)]
+        no_steps = SimpleNamespace(transforms=lambda kernel_id: ())
+        found = [
+            SimpleNamespace(kernel=kernel, kernel_id=kernel.kernel_id, run=lambda *a: None, decision=no_steps)
+            for kernel in (first, second, third)
+        ]
         return [cost.us for cost in meter.kernels(found, ctx, args)]
 
     assert prices() == [5.0, 5.0, 5.0]

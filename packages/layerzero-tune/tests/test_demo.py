@@ -20,7 +20,7 @@ from layerzero.reasons import reason
 from layerzero_cli.output import show
 from layerzero_tune.cli import demo
 from layerzero_tune.demo import tour as demo_tour
-from layerzero_tune.demo.block import KVCache, Model, PlainTorch, Sizes, Weights, forward, sizes_for
+from layerzero_tune.demo.block import KVCache, Model, PlainTorch, Sizes, forward, sizes_for, weights_for
 from layerzero_tune.demo.page import render
 from layerzero_tune.demo.stations import DECODE, PREFILL, Check, Tour, blocks, duration, notes, summary, verdict
 
@@ -118,7 +118,7 @@ def test_a_sampler_that_draws_outside_its_set_is_caught(monkeypatch: pytest.Monk
 
 def test_plain_torch_and_layerzero_compute_the_same_block() -> None:
     sizes, device = sizes_for("cpu", quick=True), torch.device("cpu")
-    weights = Weights.make(sizes, device, torch.float64)
+    weights = weights_for(sizes, device, torch.float64)
     ids = torch.arange(sizes.prompt).unsqueeze(0) % sizes.vocab
     streams = []
     for ops in (lz, PlainTorch):

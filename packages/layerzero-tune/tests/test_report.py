@@ -324,6 +324,8 @@ def test_the_verb_reads_perfdb_and_says_when_there_is_nothing(tmp_path: Path):
     assert "rms_norm rows 16" in page.read_text()
     empty = run("report", "--perfdb", str(tmp_path / "none.db"), "--out", str(page))
     assert empty.exit_code == 1 and "holds no measurements" in empty.output
+    told = run("report", "--perfdb", str(tmp_path / "none.db"), "--json")
+    assert told.exit_code == 1 and "lz tune" in json.loads(told.stdout)["error"]["hint"]
     both = run("report", str(page), "--perfdb", str(db.path))
     assert both.exit_code == 2 and "either files or --perfdb" in both.output
     broken = tmp_path / "broken.json"

@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -55,6 +57,10 @@ def test_the_package_is_complete(tmp_path: Path) -> None:
         "sdpa",
         "reference",
         "core",
+        "cpu",
+        "triton",
+        "verify",
+        "linear-attention",
         "x" * 41,
         "ä",
         "a_",
@@ -66,6 +72,33 @@ def test_a_bad_name_is_refused_and_nothing_is_written(tmp_path: Path, name: str)
     with pytest.raises(InvalidInputError):
         write_plugin(name, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["cpu", "hub", "linear_attention"])
+def test_a_name_of_our_own_packages_is_refused_because_pip_would_replace_them(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"layerzero-{name.replace('_', '-')}.*PLUGIN_DUPLICATE"):
+        write_plugin(name, tmp_path)
+
+
+@pytest.mark.parametrize("op", ["torch", "max", "self_test", "tl"])
+def test_an_op_named_like_what_its_files_use_is_refused(tmp_path: Path, op: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"use the name {op!r}"):
+        write_plugin("fresh", tmp_path, op=op)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("op", ["exp", "free", "double"])
+def test_an_op_named_like_a_function_or_word_of_c_has_a_kernel_that_compiles(tmp_path: Path, op: str) -> None:
+    source = write_plugin("fresh", tmp_path, op=op, lang="c") / "src/layerzero_fresh/native/kernels.c"
+    text = source.read_text(encoding="utf-8")
+    assert f'{{"{op}", run, METH_VARARGS' in text and f" *{op}(" not in text
+    compiler = shutil.which("cc")
+    if compiler is not None:
+        include = f"-I{sysconfig.get_path('include')}"
+        done = subprocess.run(
+            [compiler, "-fsyntax-only", include, str(source)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0 or "Python.h" in done.stderr, done.stderr
 
 
 def test_what_exists_is_never_overwritten(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-import operator
 import os
 import struct
 import sys
@@ -74,7 +73,7 @@ def compare(before: Snapshot, after: Snapshot, own: str, allowed: Iterable[str])
     found += [
         Finding("HUB_FUNCTION_REPLACED", name)
         for name, parts in before.functions.items()
-        if not _same(parts, after.functions.get(name, ()))
+        if [*map(id, parts)] != [*map(id, after.functions.get(name, ()))]
     ]
     found += _table_findings(before.tables, after.tables, spaces)
     found += _module_findings(before.modules, after.modules, own)
@@ -140,10 +139,6 @@ def _parts(value: Any) -> tuple[object, ...]:
     if isinstance(value, FunctionType):
         return (value, value.__code__, value.__defaults__)
     return (value,)
-
-
-def _same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def _modes() -> Iterator[tuple[str, object]]:

@@ -153,15 +153,12 @@ def prune(lock: Lock, policy: HubPolicy, *, dry_run: bool = False) -> tuple[tupl
     for entry in sorted(os.scandir(store.root), key=lambda entry: entry.name) if store.root.is_dir() else ():
         digest = entry.name.replace("-", ":", 1)
         if entry.name.startswith("sha256-") and digest not in named:
-            found.append((digest, _size(entry.path)))
+            held = (os.path.join(here, name) for here, _, names in os.walk(entry.path) for name in names)
+            found.append((digest, sum(os.lstat(path).st_size for path in held)))
             if not dry_run:
                 with writing("the store"):
                     store.discard(Path(entry.path))
     return tuple(found)
-
-
-def _size(folder: str) -> int:
-    return sum(os.lstat(os.path.join(here, name)).st_size for here, _, names in os.walk(folder) for name in names)
 
 
 def _builds(lock: Lock) -> Iterator[tuple[LockedKernel, LockedVariant, bool]]:

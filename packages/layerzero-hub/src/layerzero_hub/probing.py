@@ -182,8 +182,11 @@ def _outer(task: _Task, setup: int, words: int) -> NoReturn:
                 _init()
         pids["inner"] = os.fork()
         if not pids["inner"]:
-            folders = [str(one.folder) for one in task.opened]
-            _inner(task, [*folders, *_visible()] if apart else [], notes, setup, words)
+            # What an import may need: the builds, Python's own folders, and those of the libraries.
+            libraries = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+            python = [sys.prefix, sys.base_prefix, os.path.dirname(sys.executable), *sys.path, *libraries]
+            visible = [*(str(one.folder) for one in task.opened), *python]
+            _inner(task, visible if apart else [], notes, setup, words)
         os.write(setup, json.dumps({"pids": pids}).encode() + b"\n")
         sandbox.close_others([])
         _, status = os.waitpid(pids["inner"], 0)
@@ -268,12 +271,6 @@ def _replayed(modules: list[str]) -> dict[str, Any]:
     source.import_all(modules)
     found = fingerprint.compare(before, fingerprint.take(), "", ())
     return {"findings": [astuple(one) for one in found]}
-
-
-def _visible() -> list[str]:
-    """Folders an import may need: Python's own, and those of the libraries."""
-    libraries = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    return [sys.prefix, sys.base_prefix, os.path.dirname(sys.executable), *sys.path, *libraries]
 
 
 # -- small ends -----------------------------------------------------------------------------------------------------

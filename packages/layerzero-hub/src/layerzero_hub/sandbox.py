@@ -54,7 +54,10 @@ def confine(visible: Iterable[str], hidden: Sequence[str] = ()) -> list[str]:
     attributes = struct.pack("<QQQQ", _READ_ONLY, 0, 0, 0)
     if _libc.syscall(_MOUNT_SETATTR, -100, b"/", _AT_RECURSIVE, attributes, len(attributes)):
         notes.append(f"files could be written ({os.strerror(ctypes.get_errno())})")
-    masks = _masks(hidden)
+    homes = [os.path.expanduser("~")]
+    with contextlib.suppress(KeyError):
+        homes.append(pwd.getpwuid(os.getuid()).pw_dir)
+    masks = _outermost((*HIDDEN, *homes, *hidden), lambda path: path != "/" and os.path.isdir(path))
     # What must be shown again, because it lies below a hidden folder; never the folder itself.
     shown = _outermost(filter(None, visible), lambda path: os.path.exists(path) and _is_below(path, masks))
     kept = [(path, os.open(path, os.O_PATH)) for path in shown]
@@ -87,14 +90,6 @@ def close_others(kept: Iterable[int]) -> None:
         os.closerange(last, handle)
         last = handle + 1
     os.closerange(last, max(last, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") < 2**20 else 65536))
-
-
-def _masks(hidden: Sequence[str]) -> list[str]:
-    """Folders to hide, outermost first; never the root itself."""
-    homes = [os.path.expanduser("~")]
-    with contextlib.suppress(KeyError):
-        homes.append(pwd.getpwuid(os.getuid()).pw_dir)
-    return _outermost((*HIDDEN, *homes, *hidden), lambda path: path != "/" and os.path.isdir(path))
 
 
 def _outermost(paths: Iterable[str], fits: Callable[[str], bool]) -> list[str]:

@@ -149,7 +149,11 @@ def of_hf(tok: Any, source: str, settings: Mapping[str, Any]) -> Opened:
     """A `tokenizers.Tokenizer`."""
     document = json.loads(tok.to_str())
     prefix, suffix, fixed = _around(tok, document)
-    special = {name: _id_of(tok, settings.get(f"{name}_token")) for name in ("pad", "bos", "eos")}
+    special: dict[str, int | None] = {}
+    for name in ("pad", "bos", "eos"):
+        token = settings.get(f"{name}_token")
+        text = token.get("content") if isinstance(token, Mapping) else token
+        special[name] = tok.token_to_id(str(text)) if text else None
     if special["pad"] is None:
         special["pad"] = next((found for found in map(tok.token_to_id, _PADS) if found is not None), None)
     return Opened(
@@ -157,12 +161,6 @@ def of_hf(tok: Any, source: str, settings: Mapping[str, Any]) -> Opened:
         fixed and hf_splits(document), False, source, special,
         tuple(item["content"] for item in document.get("added_tokens") or ()),
     )  # fmt: skip
-
-
-def _id_of(tok: Any, token: Any) -> int | None:
-    text = token.get("content") if isinstance(token, Mapping) else token
-    found: int | None = tok.token_to_id(str(text)) if text else None
-    return found
 
 
 def _around(tok: Any, document: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...], bool]:

@@ -13,16 +13,14 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
-from layerzero.dispatch.late import current_world, miss, recover
+from layerzero._ops.signature import looked_up
 from layerzero.errors import InvalidInputError, invalid
 from layerzero.model.checks import context_of
 from layerzero.model.context import Context
 from layerzero.model.enums import OpKind
 from layerzero.model.op import Call, Op
-from layerzero.runtime.current import now, scope
 from layerzero_tokenizers.results import TokenBatch, Tokens, cut, pad
 
-_scope = scope.get
 _resolve: Callable[[Any], Any] | None = None
 
 
@@ -151,28 +149,11 @@ def tokenize(
 
     Long texts that begin alike are tokenized once up to where they differ, where that provably changes nothing.
     """
-    key = getattr(tokenizer, "lz_key", None)
-    if key is None:
-        tokenizer = handle_of(tokenizer)
-        key = tokenizer.lz_key
-    try:
-        hot_key = ("tokenize", key, type(text), add_special_tokens, return_offsets, parse_special, backend)
-        active = _scope()
-        world = now.world if active is None else active.world()
-        bound = world.hot.get(hot_key)
-    except TypeError:
-        raise _unhashable(add_special_tokens, return_offsets, parse_special, backend) from None
+    tokenizer = handle_of(tokenizer)
+    if type(text) is not str and type(text) is not list:
+        text = check_text(text)
     args = (text, tokenizer, add_special_tokens, return_offsets, parse_special)
-    if bound is not None and (bound.guard is None or bound.guard()):
-        try:
-            out = bound.run(*args)
-        except Exception as error:
-            out = recover(TOKENIZE, world, bound, args, None, backend, error)
-    else:
-        if type(text) is not str and type(text) is not list:
-            args = (check_text(text), *args[1:])
-            hot_key = (*hot_key[:2], type(args[0]), *hot_key[3:])
-        out = miss(TOKENIZE, current_world(), hot_key, args, None, backend)
+    out = looked_up(TOKENIZE, _encode_key, args, None, backend)
     if max_length is None and padding is None:
         return out
     around = tokenizer.around if add_special_tokens else (0, 0)
@@ -209,33 +190,31 @@ def detokenize(
     """
     if type(ids) is not list:
         ids = canonical_ids(ids)
-    many = bool(ids) and type(ids[0]) is not int
-    if many:
+    if ids and type(ids[0]) is not int:
         ids = [item if type(item) is list else canonical_ids(item) for item in ids]
-    key = getattr(tokenizer, "lz_key", None)
-    if key is None:
-        tokenizer = handle_of(tokenizer)
-        key = tokenizer.lz_key
+    args = (ids, handle_of(tokenizer), skip_special_tokens)
+    return looked_up(DETOKENIZE, _decode_key, args, None, backend)  # type: ignore[no-any-return]
+
+
+def _encode_key(world: Any, args: tuple[Any, ...], backend: str | None) -> tuple[Any, ...]:
+    return _key("tokenize", args[1], type(args[0]), *args[2:], backend)
+
+
+def _decode_key(world: Any, args: tuple[Any, ...], backend: str | None) -> tuple[Any, ...]:
+    ids, tokenizer, skip = args
+    return _key("detokenize", tokenizer, bool(ids) and type(ids[0]) is not int, skip, backend)
+
+
+def _key(op: str, tokenizer: Any, *options: Any) -> tuple[Any, ...]:
+    """The hot key of a call; a flag that is no flag is one clear error."""
+    key = (op, tokenizer.lz_key, *options)
     try:
-        hot_key = ("detokenize", key, many, skip_special_tokens, backend)
-        active = _scope()
-        world = now.world if active is None else active.world()
-        bound = world.hot.get(hot_key)
+        hash(key)
     except TypeError:
-        raise _unhashable(skip_special_tokens, backend) from None
-    args = (ids, tokenizer, skip_special_tokens)
-    if bound is not None and (bound.guard is None or bound.guard()):
-        try:
-            return bound.run(*args)  # type: ignore[no-any-return]
-        except Exception as error:
-            return recover(DETOKENIZE, world, bound, args, None, backend, error)  # type: ignore[no-any-return]
-    return miss(DETOKENIZE, current_world(), hot_key, args, None, backend)  # type: ignore[no-any-return]
-
-
-def _unhashable(*options: Any) -> InvalidInputError:
-    """A flag that is no flag, as one clear error."""
-    wrong = next(item for item in options if not isinstance(item, (bool, str, type(None))))
-    return InvalidInputError(code="TYPE_INVALID", value=type(wrong).__name__, limit="a flag, or the name of a backend")
+        wrong = next(item for item in options if not isinstance(item, (bool, str, type, type(None))))
+        limit = "a flag, or the name of a backend"
+        raise InvalidInputError(code="TYPE_INVALID", value=type(wrong).__name__, limit=limit) from None
+    return key
 
 
 def _context(call: Call, op: str, handle: Any, needs: dict[str, object]) -> Context:

@@ -97,8 +97,12 @@ class Bench:
                 self.absent[kernel_id] = verdict.why  # a matter of the moment, not of the kernel
             else:
                 self.wrong[kernel_id] = verdict
-        if self._gate is not None and self.errors and self._plain is None:
-            self._admit_torch(self._gate)
+        if self._gate is not None and self.errors and self._plain is None:  # torch's own code, where it is right
+            made = self._call()
+            layout = made.layout or made.kwargs.get("layout")
+            plain = maker(self._spec, self._ctx, layout)
+            if plain is not None and (verdict := self._gate.check(None, result_of(self._spec, layout, plain))).ok:
+                self._plain, self.plain_error = plain, verdict.max_error
         if not self.errors:
             reasons = self.absent | {name: verdict.why for name, verdict in self.wrong.items()}
             reasons |= dict.fromkeys(sorted(self.late), "not compiled in time")
@@ -106,14 +110,6 @@ class Bench:
                 code="TUNING_IMPOSSIBLE", value=self._ctx.op,
                 limit="; ".join(f"{name}: {why}" for name, why in reasons.items()) or "no kernel is asked for",
             )  # fmt: skip
-
-    def _admit_torch(self, gate: Gate) -> None:
-        """Torch's own code takes part where it gives what the op gives."""
-        made = self._call()
-        layout = made.layout or made.kwargs.get("layout")
-        plain = maker(self._spec, self._ctx, layout)
-        if plain is not None and (verdict := gate.check(None, result_of(self._spec, layout, plain))).ok:
-            self._plain, self.plain_error = plain, verdict.max_error
 
     def _made_gate(self) -> Gate:
         try:
@@ -138,7 +134,9 @@ class Bench:
             calls[TORCH_DEFAULT] = self._as_called(lambda at: at.prepared(plain), places)
         calls, clock = self._graphs(calls, clock)
         first = screened(calls, clock)
-        racing = {name: calls[name] for name in _hopeful(first)}
+        kernels = pass_screening({name: found for name, found in first.items() if name != TORCH_DEFAULT})
+        # Torch's own code too, unless all of them leave it far behind.
+        racing = {name: calls[name] for name in (*kernels, *{TORCH_DEFAULT}.intersection(pass_screening(first)))}
         # Seconds-long calls cannot be sampled a dozen times each; three show the middle one.
         a_round = sum(min(first[name]) for name in racing) / 1e6
         few = max(3, round(1.5 * seconds / max(a_round, 1e-9)))
@@ -267,12 +265,6 @@ def _there_and_back(call: Callable[[], Any], args: tuple[Any, ...]) -> Callable[
             torch.autograd.grad(outs, leaves, [torch.ones_like(item) for item in outs], allow_unused=True)
 
     return run
-
-
-def _hopeful(samples: Mapping[str, list[float]]) -> list[str]:
-    """Who may win among the kernels, and torch's own code unless all of them leave it far behind."""
-    kernels = pass_screening({name: found for name, found in samples.items() if name != TORCH_DEFAULT})
-    return [*kernels, *(name for name in pass_screening(samples) if name == TORCH_DEFAULT)]
 
 
 def _near(times: Mapping[str, Times], close: float | None = None) -> list[str]:

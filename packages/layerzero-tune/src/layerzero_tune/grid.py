@@ -77,9 +77,6 @@ class Case:
     grows: tuple[str, ...] = ()
     _template: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
-    def on(self, kind: str) -> bool:
-        return not self.devices or kind in self.devices
-
     def at(self, **values: int) -> Case:
         """The same call with other sizes in its braces; the name says which."""
         return _filled(self._template, {**self.values, **values}, self.name)
@@ -97,7 +94,7 @@ class Grid:
         found = (
             case
             for case in self.cases
-            if (device is None or case.on(device))
+            if (device is None or not case.devices or device in case.devices)
             and (not wanted or wanted & set(case.tags))
             and (not named or case.op in named)
         )

@@ -152,7 +152,12 @@ def trial(
                 found = _timed(here, bench, ctx, seconds, least, patient)
                 if not found.lost or tries == 1:
                     break
-            kept = _still_out(out, found)
+            # Of those that are ruled out, who is behind the fastest that raced, too; nobody where torch's code did not
+            # race: what is expected is a multiple of its time.
+            kept: Mapping[str, Expectation] = {}
+            if found.torch is not None:
+                fastest = min(found.torch.median_us, *(times.median_us for times in found.times.values()))
+                kept = slower(out, fastest / found.torch.median_us)
             if compile_until is not None and time.monotonic() > compile_until:
                 bench.late |= {name for name in out if name not in kept and bench.must_compile(name)}
             if out.keys() - kept.keys() <= bench.late:
@@ -182,15 +187,6 @@ def _admitted(bench: Bench, only: frozenset[str] | None, out: Mapping[str, Expec
         bench.admit(only)
         return {}
     return out
-
-
-def _still_out(out: Mapping[str, Expectation], found: Trial) -> Mapping[str, Expectation]:
-    """Of those that are ruled out, who is behind the fastest that raced, too; nobody where torch's code did not race:
-    what is expected is a multiple of its time."""
-    if found.torch is None:
-        return {}
-    fastest = min(found.torch.median_us, *(times.median_us for times in found.times.values()))
-    return slower(out, fastest / found.torch.median_us)
 
 
 def _timed(here: World, bench: Bench, ctx: Context, seconds: float, least: int, patient: bool) -> Trial:

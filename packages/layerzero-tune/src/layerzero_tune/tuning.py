@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerzero.device.probe import probe_device
-from layerzero.errors import InvalidInputError, invalid
+from layerzero.errors import CacheCorruptionError, invalid
 from layerzero.measurements.believed import measurements_from
 from layerzero.measurements.database import database as policy_database
 from layerzero.measurements.database import place
@@ -65,7 +65,7 @@ def tune(
     torchrun the calls are split over the ranks, and every rank ends with the merged result. Ctrl-C raises
     `layerzero_tune.tuning_run.Interrupted`; what is done is kept.
     """
-    for name, given in (("budget", budget), ("compile_seconds", compile_seconds)):
+    for name, given in (("budget", budget), ("seconds", seconds), ("compile_seconds", compile_seconds)):
         if given is not None and (isinstance(given, bool) or not given > 0):
             raise invalid("VALUE_INVALID", f"{name}={given!r}", "a positive number of seconds")
     from layerzero_tune.ruled_out import chosen_now
@@ -135,7 +135,7 @@ def calls_path(database: str | os.PathLike[str] | None = None) -> Path:
 def known_database(database: str | os.PathLike[str] | None = None) -> PerfDB | None:
     """A database, or the policy's, to look into; None where there is no such file."""
     file = Path(database).expanduser() if database is not None else place(state.world.policy)
-    return PerfDB(file) if file is not None and file.exists() else None
+    return database_of(file) if file is not None and file.exists() else None
 
 
 def times_in(database: str | os.PathLike[str] | None = None) -> Callable[[PlanEntry, str], float | None] | None:
@@ -180,15 +180,13 @@ def _checked(
 
 
 def database_of(path: str | os.PathLike[str] | None = None) -> PerfDB:
-    """The database in a file, or the one of the policy. Raises InvalidInputError where measurements are off."""
-    if path is not None:
-        return PerfDB(Path(path).expanduser())
-    found = policy_database(state.world.policy)
+    """The database in a file, or the policy's; an error where measurements are off or something else wrote the file."""
+    found = policy_database(state.world.policy) if path is None else PerfDB(Path(path).expanduser())
     if found is None:
-        raise InvalidInputError(
-            "measurements are switched off (perfdb.enabled, LAYERZERO_PERFDB=off)", code="VALUE_INVALID",
-            value="database=None", limit="a database", hint="name one with database=, or switch them on",
-        )  # fmt: skip
+        told = "measurements are switched off (perfdb.enabled, LAYERZERO_PERFDB=off)"
+        raise invalid("VALUE_INVALID", "database=None", "a database", told, "name one with database=, or turn them on")
+    if len(found) == 0 and any(why.code == "PERF_FILE_FOREIGN" for why in found.problems):
+        raise CacheCorruptionError(code="PERF_FILE_FOREIGN", value=str(found.path))
     return found
 
 

@@ -242,15 +242,20 @@ def tune_calls(
             if ahead is not None:
                 ahead.load(name, recorded)
                 late = ahead.late(name, recorded)
-            outcome = _one(
-                name, recorded, seconds=seconds, seed=seed, jit=jit, thorough=thorough, late=late,
-                compile_until=None if compile_seconds is None else begin + compile_seconds,
-            )  # fmt: skip
-            if outcome.trial is not None:
-                db.put(outcome.trial.rows)
-                rows.extend(outcome.trial.rows)
+            on_cpu = recorded.context.device.device_type == "cpu"
+            try:
+                found = trial(
+                    recorded.context, strides=recorded.strides, least=_SAMPLES[thorough or on_cpu], thorough=thorough,
+                    seconds=seconds or (_SECONDS if on_cpu else _SECONDS_ON_A_GPU[thorough]), seed=seed, jit=jit,
+                    compile_until=None if compile_seconds is None else begin + compile_seconds, late=late,
+                )  # fmt: skip
+            except LayerZeroError as error:
+                outcomes.append(Outcome(name, recorded, why=str(error)))
+            else:
+                db.put(found.rows)
+                rows.extend(found.rows)
+                outcomes.append(Outcome(name, recorded, found))
             journal.add(name)
-            outcomes.append(outcome)
             racing += time.monotonic() - started
     except KeyboardInterrupt as error:
         done = {item.name for item in outcomes}
@@ -284,19 +289,6 @@ def _hear_interrupts() -> None:
     handler = signal.getsignal(signal.SIGINT)
     if callable(handler) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, handler)
-
-
-def _one(name: str, recorded: Recorded, *, seconds: float | None, thorough: bool, **options: Any) -> Outcome:
-    on_cpu = recorded.context.device.device_type == "cpu"
-    seconds = seconds or (_SECONDS if on_cpu else _SECONDS_ON_A_GPU[thorough])
-    least = _SAMPLES[thorough or on_cpu]
-    try:
-        found = trial(
-            recorded.context, strides=recorded.strides, seconds=seconds, least=least, thorough=thorough, **options
-        )
-    except LayerZeroError as error:
-        return Outcome(name, recorded, why=str(error))
-    return Outcome(name, recorded, found)
 
 
 def distinct(calls: Iterable[tuple[str, Recorded]]) -> list[tuple[str, Recorded]]:

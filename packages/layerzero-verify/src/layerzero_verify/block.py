@@ -241,13 +241,11 @@ class _Paged:
     def attend(self, stage: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write the new tokens into their pages, then attend over the pages."""
         batch, heads, new, dim = q.shape
-        for token in range(new):
-            position = self.seen + token
-            pages = self.tables[:, position // self.page].long()
-            slot = position % self.page
-            for cache, fresh in ((self.keys, k), (self.values, v)):
-                where = cache[:, slot] if self.layout == "NHD" else cache[:, :, slot]
-                where[pages] = fresh[:, :, token]
+        places = torch.arange(self.seen, self.seen + new, device=q.device)
+        pages, slots = self.tables[:, places // self.page].long(), places % self.page
+        for cache, fresh in ((self.keys, k), (self.values, v)):
+            tokens_first = cache if self.layout == "NHD" else cache.transpose(1, 2)
+            tokens_first[pages, slots] = fresh.transpose(1, 2)
         self.seen += new
         lens = torch.full((batch,), self.seen, dtype=torch.int32, device=q.device)
         news = torch.full((batch,), new, dtype=torch.int32, device=q.device)

@@ -295,7 +295,10 @@ def check_training(
             yield _gradients(ours, theirs, call)
         for count, weights, losses in TRAINING:
             if step == count:
-                check = _weights(call, step, ours, theirs, weights)
+                pairs = zip(ours.named_parameters(), theirs.parameters(), strict=True)
+                reports = {name: compare(a.detach(), b.detach(), limit(weights)) for (name, a), b in pairs}
+                worst = max(reports, key=lambda name: reports[name].max_abs)
+                check = call.compared(f"weights after {step} steps", reports[worst], stage=worst, served=call.served)
                 off = abs(loss - want)
                 if not off < losses:
                     check = replace(check, status=Status.FAIL, detail=f"loss differs by {off:.3g}, limit {losses:g}")
@@ -325,11 +328,3 @@ def _gradients(ours: Any, theirs: Any, call: Caller) -> Check:
         checks.append(call.compared("gradients of the first step", compare(got, want, bound), stage=name))
     worst = max(checks, key=lambda check: (check.status is Status.FAIL, check.max_abs or 0))
     return replace(worst, served=call.served)
-
-
-def _weights(call: Caller, step: int, ours: Any, theirs: Any, bound: float) -> Check:
-    """The worst of the weights after a number of steps."""
-    pairs = zip(ours.named_parameters(), theirs.parameters(), strict=True)
-    reports = {name: compare(mine.detach(), other.detach(), limit(bound)) for (name, mine), other in pairs}
-    worst = max(reports, key=lambda name: reports[name].max_abs)
-    return call.compared(f"weights after {step} steps", reports[worst], stage=worst, served=call.served)

@@ -123,12 +123,12 @@ def verify(
     seed: int = 0,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> VerifyReport:
-    """Climb the parity ladder and say what was found; nothing raises but a request that means nothing.
+    """Compare kernels, layers, models and training with references; only invalid arguments raise.
 
     Level 1 compares each kernel with the reference in float64, level 2 a whole layer, level 3 its stages with real
     weights, level 4 real architectures with transformers' own computation, level 5 training. `lane` is "quick",
     "full" or "stress"; `op`, `kernel` and `backend` say what is under test (everything usable here if none is given);
-    `level`, `config` and `dtype` restrict the rungs; `model` is a local folder of a causal language model with real
+    `level`, `config` and `dtype` restrict the levels; `model` is a local folder of a causal language model with real
     weights for levels 3 and 4. `progress(done, total, label)` is called before each task.
     """
     started = time.perf_counter()

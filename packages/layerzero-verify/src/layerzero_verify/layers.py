@@ -163,16 +163,12 @@ def _decode(call: Caller, name: str, layer: LayerWeights, x: Tensor, tables: blo
     report = compare(got, want[output], limit(LAYER, own_error(own.get(output), want[output])))
     op = "attention" if paged is None else "paged_attention"
     component = "" if report.ok else "KV cache or attention alignment"
-    found = {"op": op, "kernel": call.kernels.get(op, ""), "stage": _place(report), "component": component}
+    place = "output"
+    if report.first is not None:  # which step of the decode loop the first wrong element belongs to
+        token = report.first.index[1]
+        place = "prefill output" if token < _PROMPT else f"decode token {token} output"
+    found = {"op": op, "kernel": call.kernels.get(op, ""), "stage": place, "component": component}
     return call.compared(name, report, served=call.served, **found)
-
-
-def _place(report: ErrorReport) -> str:
-    """Which step of the decode loop the first wrong element belongs to."""
-    if report.first is None:
-        return "output"
-    token = report.first.index[1]
-    return "prefill output" if token < _PROMPT else f"decode token {token} output"
 
 
 # -- level 3 ---------------------------------------------------------------------------------------------

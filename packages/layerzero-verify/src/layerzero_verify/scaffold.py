@@ -15,13 +15,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from layerzero.errors import InvalidInputError
-from layerzero.plugin.discovery import BUILTINS
+from layerzero.errors import InvalidInputError, invalid
+from layerzero.plugin.discovery import BUILTINS, OURS
 from layerzero.version import __version__
 
 _TEMPLATE = Path(__file__).with_name("template")
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}\Z")
-_TAKEN = frozenset({*BUILTINS, "core", "layerzero", "testing", "any", "auto"})
+_TAKEN = frozenset({*BUILTINS, "layerzero", "testing", "any", "auto"})
+# What the files of a new op use under these names: a function of the same name would stand in its place.
+_USED = frozenset({"annotations", "expect_tensor", "max", "self_test", "simple_context", "tl", "torch", "triton"})
 
 _ALL = ("float32", "float64", "float16", "bfloat16")
 # What a kernel of each language declares, beside its op's own fields.
@@ -104,6 +106,8 @@ def _checked_op(op: str, lang: str) -> bool:
     from layerzero.dispatch.run import current_world
 
     known = current_world().registry.ops
+    if op in _USED:
+        raise InvalidInputError(f"the files of a new op use the name {op!r}", value=op, hint="choose another name")
     if op not in known:
         _checked_name(op, op, "an op")
         return True
@@ -128,12 +132,11 @@ def write_plugin(name: str, folder: str | Path = ".", *, op: str | None = None, 
     """
     module = str(name).replace("-", "_")
     _checked_name(module, name, "a backend")
-    if module in _TAKEN:
-        raise InvalidInputError(
-            code="PLUGIN_DUPLICATE", value=module, limit="layerzero-core", hint="choose another name"
-        )
     dashed = module.replace("_", "-")
     target = Path(folder) / f"layerzero-{dashed}"
+    if module in _TAKEN or target.name in OURS:  # pip would put the new package in the place of ours
+        owner = target.name if target.name in OURS else "layerzero-core"
+        raise invalid("PLUGIN_DUPLICATE", module, owner, hint="choose another name")
     if target.exists():
         raise InvalidInputError(f"{target} exists already", code="VALUE_INVALID", value=str(target),
                                 hint="choose another name or folder; nothing was written")  # fmt: skip

@@ -14,23 +14,13 @@ from layerzero._ops.signature import public_op
 from layerzero.errors import UnknownNameError
 from layerzero.model.enums import Layout
 from layerzero.numerics import definition_tolerance
-from layerzero_verify.definitions import (
-    Options,
-    Report,
-    Status,
-    Workload,
-    check,
-    check_definition,
-    draws,
-    load_definition,
-    open_dataset,
-    parse_definition,
-    read_traces,
-    workloads_for,
-    write_traces,
-)
+from layerzero_verify.definitions import Options, check, draws, open_dataset, read_traces, write_traces
 from layerzero_verify.definitions.adapters import ADAPTERS, Adapter, Unsupported, adapter_for
 from layerzero_verify.definitions.check import bounds, default_device
+from layerzero_verify.definitions.run import check_definition
+from layerzero_verify.definitions.schema import load_definition, parse_definition
+from layerzero_verify.definitions.sizes import workloads_for
+from layerzero_verify.definitions.trace import Report, Status, Workload
 
 OPS = {
     "rmsnorm_h32": "rms_norm",

@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from layerzero_cli.root import cli
-from layerzero_verify.definitions import Status, read_traces
+from layerzero_verify.definitions import read_traces
+from layerzero_verify.definitions.trace import Status
 
 pytestmark = pytest.mark.usefixtures("clean")
 

@@ -13,19 +13,18 @@ from hypothesis import strategies as st
 
 from layerzero.env import read
 from layerzero.errors import ConfigurationError, InvalidInputError, UnknownNameError
-from layerzero_verify.definitions import (
+from layerzero_verify.definitions import open_dataset, read_traces
+from layerzero_verify.definitions.schema import DTYPES, load_definition, parse_definition
+from layerzero_verify.definitions.sizes import derive, violated
+from layerzero_verify.definitions.trace import (
+    Evaluation,
+    InputSource,
     Status,
     Trace,
     Workload,
     append_traces,
-    load_definition,
-    open_dataset,
-    parse_definition,
-    read_traces,
+    parse_trace,
 )
-from layerzero_verify.definitions.schema import DTYPES
-from layerzero_verify.definitions.sizes import derive, violated
-from layerzero_verify.definitions.trace import Evaluation, InputSource, parse_trace
 
 LONG = read().prove
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from layerzero.env import read
 from layerzero.errors import BackendNotAvailableError, ConfigurationError, InvalidInputError
-from layerzero_verify.definitions import SIZES, Workload, parse_definition, workload_of, workloads_for
 from layerzero_verify.definitions.inputs import make_inputs, split
-from layerzero_verify.definitions.sizes import RUNNER, axes_for, violated
-from layerzero_verify.definitions.trace import InputSource
+from layerzero_verify.definitions.schema import parse_definition
+from layerzero_verify.definitions.sizes import RUNNER, SIZES, axes_for, violated, workload_of, workloads_for
+from layerzero_verify.definitions.trace import InputSource, Workload
 
 LONG = read().prove
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from layerzero_verify.definitions import Options, Status, Workload, check_definition, open_dataset
+from layerzero_verify.definitions import Options, open_dataset
+from layerzero_verify.definitions.run import check_definition
+from layerzero_verify.definitions.trace import Status, Workload
 
 _MISCHIEF = (
     "import os, time\ndef run(A, B):\n    if A.shape[0] == 1:\n        time.sleep(600)\n"

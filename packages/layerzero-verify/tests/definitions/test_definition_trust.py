@@ -10,16 +10,9 @@ import pytest
 import torch
 
 from layerzero.errors import ConfigurationError
-from layerzero_verify.definitions import (
-    Options,
-    Trust,
-    check,
-    compile_reference,
-    load_definition,
-    open_dataset,
-    parse_definition,
-)
-from layerzero_verify.definitions.reference import CompileError, NotTrustedError, in_order
+from layerzero_verify.definitions import Options, check, open_dataset
+from layerzero_verify.definitions.reference import CompileError, NotTrustedError, Trust, compile_reference, in_order
+from layerzero_verify.definitions.schema import load_definition, parse_definition
 
 MARK = "import pathlib\npathlib.Path({path!r}).write_text('ran')\ndef run(A, B):\n    return A @ B.T\n"
 

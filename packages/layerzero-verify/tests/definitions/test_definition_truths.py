@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from layerzero_verify.definitions import Options, Status, check, open_dataset, parse_definition, workloads_for
+from layerzero_verify.definitions import Options, check, open_dataset
 from layerzero_verify.definitions import truths as truths_module
 from layerzero_verify.definitions.inputs import make_inputs
+from layerzero_verify.definitions.schema import parse_definition
+from layerzero_verify.definitions.sizes import workloads_for
+from layerzero_verify.definitions.trace import Status
 from layerzero_verify.definitions.truths import find_truths
 
 CPU = torch.device("cpu")

@@ -15,27 +15,13 @@ from click.testing import CliRunner
 from layerzero.errors import ConfigurationError
 from layerzero.numerics import HitMode, Tolerance, compare
 from layerzero_cli.root import cli
-from layerzero_verify.definitions import (
-    Options,
-    Status,
-    Trace,
-    Trust,
-    Workload,
-    append_traces,
-    check,
-    check_definition,
-    compile_reference,
-    load_definition,
-    open_dataset,
-    parse_definition,
-    read_traces,
-    traces_of,
-    workloads_for,
-    write_traces,
-)
+from layerzero_verify.definitions import Options, check, open_dataset, read_traces, write_traces
 from layerzero_verify.definitions.inputs import make_inputs
-from layerzero_verify.definitions.schema import DTYPES
-from layerzero_verify.definitions.trace import Evaluation, InputSource
+from layerzero_verify.definitions.reference import Trust, compile_reference
+from layerzero_verify.definitions.run import check_definition, traces_of
+from layerzero_verify.definitions.schema import DTYPES, load_definition, parse_definition
+from layerzero_verify.definitions.sizes import workloads_for
+from layerzero_verify.definitions.trace import Evaluation, InputSource, Status, Trace, Workload, append_traces
 
 pytestmark = pytest.mark.needs_package("flashinfer_bench", "safetensors")
 

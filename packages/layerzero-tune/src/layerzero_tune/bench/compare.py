@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import layerzero as lz
-from layerzero.errors import InvalidInputError
+from layerzero.errors import invalid
 from layerzero_tune.timing import host_load
 from layerzero_tune.timing.race import Times, race
 
@@ -70,10 +70,8 @@ def compare(
     """
     if after is None:
         if not isinstance(before, torch.nn.Module):
-            raise InvalidInputError(
-                "lz.compare needs to know what comes after", code="VALUE_INVALID", value=type(before).__name__,
-                limit="a model, or two functions", hint="lz.compare(before, inputs, after)",
-            )  # fmt: skip
+            told, hint = "lz.compare needs to know what comes after", "lz.compare(before, inputs, after)"
+            raise invalid("VALUE_INVALID", type(before).__name__, "a model, or two functions", told, hint)
         after = _patched_copy(before)
     with torch.no_grad():
         first, second = _call(before, inputs), _call(after, inputs)

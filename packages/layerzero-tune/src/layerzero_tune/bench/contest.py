@@ -37,13 +37,12 @@ from layerzero_tune.timing.baselines import TORCH_DEFAULT, torch_default
 from layerzero_tune.timing.clock import RULES, clock_for, graphed
 from layerzero_tune.timing.host_load import Pace, load, others, pace, with_little_steal
 from layerzero_tune.timing.launches import with_launches
-from layerzero_tune.timing.race import free_device_memory, over_time, race
+from layerzero_tune.timing.race import Times, free_device_memory, over_time, pass_screening, race, screened
 
 CALL = "layerzero"
 """The public function itself, dispatch included."""
 
-_HOPELESS = 8.0  # so many times slower than the best, a contestant gets a few samples and no place in the race
-_FEW = _CAPTURES = 3
+_CAPTURES = 3
 _SCORES_LIMIT = 8 << 30  # bytes of attention scores that a kernel which writes them out may need
 
 
@@ -192,8 +191,10 @@ def _admitted(
     """Those who can be bound, run, and are right; and an entry for each that was asked for."""
     kernels: dict[str, Callable[[], Any]] = {}
     entries: dict[str, Entry] = {}
+    sizes = {"batch": 1, "num_heads": 1, "seq_len_q": 0, "seq_len_k": 0, **dict(decision.context.dims)}
+    scores = math.prod(sizes[name] for name in ("batch", "num_heads", "seq_len_q", "seq_len_k"))
+    scores *= max(4, element_bytes(decision.context.dtype))
     for name in names:
-        scores = _scores(decision.context)
         if scores > _SCORES_LIMIT and (name.startswith("reference.") or name.endswith(".math")):
             entries[name] = Entry(why=f"would write out {scores >> 30} GiB of scores")
             continue
@@ -216,14 +217,6 @@ def _admitted(
     return kernels, entries
 
 
-def _scores(ctx: Context) -> int:
-    sizes = dict(ctx.dims)
-    rows, columns = sizes.get("seq_len_q"), sizes.get("seq_len_k")
-    if rows is None or columns is None:
-        return 0
-    return int(sizes.get("batch", 1) * sizes.get("num_heads", 1) * rows * columns * max(4, element_bytes(ctx.dtype)))
-
-
 # -- times ------------------------------------------------------------------------------------------
 def _timed(
     calls: Mapping[str, Callable[[], Any]],
@@ -243,17 +236,10 @@ def _timed(
         except Exception as error:
             timed[name] = Entry(error=errors[name], why=f"not captured: {type(error).__name__}")
             torch.cuda.synchronize()
-    once = {name: min(clock(call, 1) for _ in range(2)) for name, call in able.items()}
-    if not once:
+    if not able:
         return timed, 0.0
-    fastest = min(once.values())
-    running: dict[str, Callable[[], Any]] = {}
-    for name, call in able.items():
-        few = [clock(call, 1) for _ in range(_FEW)] if once[name] > _HOPELESS * fastest else []
-        if few and min(few) > _HOPELESS * fastest:
-            timed[name] = Entry(statistics.median(few), max(few), _FEW, errors[name])
-        else:
-            running[name] = call
+    few = screened(able, clock)
+    running = {name: able[name] for name in pass_screening(few)}
     if spread:
         found = over_time(running, spread)
     else:
@@ -261,6 +247,7 @@ def _timed(
     raced = dict(found.times)
     if place.startswith("cuda") and mode == "eager":  # as tuning times them: everybody's launch counts, or nobody's
         raced = with_launches(raced, running, together=(TORCH_DEFAULT, CALL))
+    raced = {name: Times.of(samples) for name, samples in few.items()} | raced
     timed |= {name: Entry(us.median_us, us.p95_us, us.samples, errors[name]) for name, us in raced.items()}
     return timed, found.seconds
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from layerzero.dispatch.bind import Bound
 from layerzero.dispatch.modes import tensors_of
 from layerzero.model.context import Context
 from layerzero.model.enums import Platform
@@ -45,15 +46,6 @@ class Cost:
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A kernel that may run a step: how, and what adapting its inputs takes."""
-
-    kernel: KernelSpec
-    run: Callable[..., Any]
-    transforms_us: float
-
-
 class Meter:
     """Costs of steps; with `measure` every kernel is checked against the reference and timed once for each shape."""
 
@@ -66,8 +58,8 @@ class Meter:
         self._turns: dict[Any, list[Sequence[float]]] = {}
         self._shares: dict[str, dict[Any, float]] = {}
 
-    def kernels(self, candidates: Sequence[Candidate], ctx: Context, args: tuple[Any, ...]) -> list[Cost]:
-        """The price of each kernel for one call.
+    def kernels(self, candidates: Sequence[Bound], ctx: Context, args: tuple[Any, ...]) -> list[Cost]:
+        """The price of each kernel for one call, adapting its inputs included.
 
         What has to be timed is timed in turns: a machine that slows down for a second does so for all of them.
         """
@@ -83,12 +75,13 @@ class Meter:
             self._known.update((key, Cost(us, "measured")) for (key, _), us in zip(news, times, strict=True))
         alone: list[Cost] = []
         for key, item, us in zip(keys, candidates, stored, strict=True):
+            transforms_us = sum(step.cost_us for step in item.decision.transforms(item.kernel_id))
             if us is not None:
-                alone.append(Cost(us + item.transforms_us, "perfdb"))
+                alone.append(Cost(us + transforms_us, "perfdb"))
             elif self.measure:
                 alone.append(self._known[key])
             else:
-                alone.append(Cost(self._estimate(item.kernel, ctx, args) + item.transforms_us, "estimated"))
+                alone.append(Cost(self._estimate(item.kernel, ctx, args) + transforms_us, "estimated"))
         return self._at_their_places(keys, ctx.op, alone) if self._placed else alone
 
     def _at_their_places(self, keys: Sequence[Any], op: str, alone: Sequence[Cost]) -> list[Cost]:

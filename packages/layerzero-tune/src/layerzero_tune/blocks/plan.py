@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from layerzero_tune.blocks.block import Block, arguments, glue
 from layerzero_tune.blocks.code import written
 from layerzero_tune.blocks.cost import Meter
 from layerzero_tune.blocks.search import Edge, Path, Taken, fastest_each, in_place, per_op, search, time_in_place, told
-from layerzero_tune.timing.clock import Clock, clock_for
+from layerzero_tune.timing.clock import clock_for
 from layerzero_tune.timing.race import race
 
 # Another path than that of the public functions has to be faster by more than this, and by more than the spread of the
@@ -302,7 +302,12 @@ def _raced(block: Block, tensors: Mapping[str, Any], best: Path, each: Path, alo
     device = _device(tensors)
     contestants = {name: functools.partial(plan, *inputs) for name, plan in plans.items()}
     with torch.no_grad():
-        run = race(contestants, device=device, settle=True, rounds=_rounds(contestants.values(), clock_for(device)))
+        for call in contestants.values():
+            call()
+        spent = sum(clock_for(device)(call, 1) for call in contestants.values())
+        # As many rounds as there is time for.
+        rounds = max(_FEWEST, min(_MOST, int(_RACE_US / max(spent, 1.0))))
+        run = race(contestants, device=device, settle=True, rounds=rounds)
     alone_us = run.times["per_op"].median_us
     first = min(run.times.values(), key=lambda item: item.median_us)
     # One that is clearly behind none of the others, the plainest of these: it comes first.
@@ -317,11 +322,3 @@ def _raced(block: Block, tensors: Mapping[str, Any], best: Path, each: Path, alo
 
 def _device(tensors: Mapping[str, Any]) -> torch.device:
     return next(item.device for item in tensors.values() if isinstance(item, torch.Tensor))
-
-
-def _rounds(calls: Collection[Callable[[], Any]], clock: Clock) -> int:
-    """As many as there is time for, once everybody has been called."""
-    for call in calls:
-        call()
-    spent = sum(clock(call, 1) for call in calls)
-    return max(_FEWEST, min(_MOST, int(_RACE_US / max(spent, 1.0))))

@@ -29,7 +29,7 @@ from layerzero.runtime.state import state
 from layerzero.selection.engine import refuse
 from layerzero.selection.world import World, unchecked
 from layerzero_tune.blocks.block import GLUE, Block, Step, Stretch, arguments, glue, results, stretches, unread
-from layerzero_tune.blocks.cost import Candidate, Cost, Meter
+from layerzero_tune.blocks.cost import Cost, Meter
 from layerzero_tune.timing.clock import Clock, clock_for
 
 _CANDIDATES = 4  # kernels tried for a step, the best of the ranking
@@ -205,10 +205,7 @@ def _ways(
             ready.append((bound, outs))
     if not ready:
         raise KernelExecutionError(f"{step.op}: no candidate could run; " + "; ".join(failures), code="KERNEL_RAISED")
-    prices = meter.kernels(
-        [Candidate(b.kernel, b.run, sum(t.cost_us for t in decision.transforms(b.kernel_id))) for b, _ in ready],
-        decision.context, args,
-    )  # fmt: skip
+    prices = meter.kernels([bound for bound, _ in ready], decision.context, args)
     for (bound, outs), cost in zip(ready, prices, strict=True):
         rivals = tuple(
             other

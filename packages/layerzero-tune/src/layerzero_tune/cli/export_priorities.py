@@ -28,7 +28,7 @@ path = click.Path(path_type=Path)
 @click.option("--for", "stack", type=click.Choice(STACKS), required=True, help="The stack to write settings for.")
 @click.option("--database", type=path, help="Measured times; default: the policy's, else the user's own.")
 def export(table: Path, stack: str, database: Path | None) -> Answer:
-    """Say in another stack's settings what TABLE says, a file of lz solve.
+    """Translate TABLE, a dispatch table of lz solve, into settings of another engine.
 
     \b
     lz export-priorities --for vllm
@@ -49,12 +49,10 @@ def _times(database: Path | None) -> Callable[[PlanEntry], dict[str, float]] | N
     from layerzero_tune.tables.solver import times_of
     from layerzero_tune.tuning import known_database
 
+    if database is not None and not database.exists():
+        raise click.UsageError(f"no such database: {database}")
     db = known_database(database)
-    if db is None:
-        if database is not None:
-            raise click.UsageError(f"no such database: {database}")
-        return None
-    return lambda entry: times_of(entry, state.world, db)
+    return None if db is None else lambda entry: times_of(entry, state.world, db)
 
 
 def _blocks(table: Path, found: Export) -> list[Block]:

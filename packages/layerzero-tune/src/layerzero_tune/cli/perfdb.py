@@ -131,15 +131,11 @@ def bring(file: Path, database: Path | None, dataset: Path | None) -> Answer:
 @_database
 def join(sources: tuple[Path, ...], database: Path | None) -> Answer:
     """Bring the measurements of other databases into this one; of two of the same thing the newer stays."""
-    from layerzero.errors import ConfigurationError
-    from layerzero.perfdb.store import PerfDB
     from layerzero_tune.perfdb.exchange import merge
 
-    missing = next((item for item in sources if not item.exists()), None)
-    if missing is not None:
-        raise ConfigurationError(code="CONFIG_FILE_MISSING", value=str(missing))
+    coming = [_opened(item) for item in sources]
     db = _opened(database, must_exist=False)
-    count = merge(db, [PerfDB(item) for item in sources])
+    count = merge(db, coming)
     return Answer({"path": str(db.path), "rows": count}, [Line(f"{count} measurements came into {db.path}")])
 
 
@@ -167,6 +163,8 @@ def _opened(database: Path | None, *, must_exist: bool = True) -> PerfDB:
     if must_exist and not db.path.exists():
         raise ConfigurationError(
             f"there is no database at {db.path}", code="CONFIG_FILE_MISSING", value=str(db.path),
-            hint="run lz tune first, or name the file with --database",
+            hint="correct the path, or run lz tune first",
         )  # fmt: skip
+    for problem in db.problems:
+        click.echo(problem, err=True)
     return db

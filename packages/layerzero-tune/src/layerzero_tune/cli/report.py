@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from layerzero.errors import ConfigurationError
 from layerzero_cli.output import Answer, Block, Line, Table, working
 from layerzero_cli.root import cli
 from layerzero_cli.verbs import verb
@@ -45,8 +46,8 @@ def report(measured: tuple[Path, ...], perfdb: Path | None, out: Path, no_torch:
         raise click.UsageError("either files or --perfdb")
     cases, facts = _from_files(measured) if measured else _from_perfdb(perfdb, not no_torch)
     if not cases:
-        source = ", ".join(str(path) for path in measured) if measured else "PerfDB"
-        raise click.ClickException(f"{source} holds no measurements; lz tune or lz bench makes some")
+        source, hint = ", ".join(map(str, measured)) or "PerfDB", "lz tune or lz bench makes some"
+        raise ConfigurationError(f"{source} holds no measurements", value=source, hint=hint)
     found = figures(cases)
     told = [case.busy for case in cases if case.busy is not None]
     quiet = f"the machine was quiet in {told.count(False)} of {len(told)} cases"
@@ -83,21 +84,16 @@ def _from_perfdb(path: Path | None, with_torch: bool) -> tuple[list[Measured], d
     import torch
 
     from layerzero import __version__
-    from layerzero.dispatch.run import current_world
-    from layerzero.measurements.database import place
-    from layerzero.perfdb.store import PerfDB
     from layerzero.recording.traffic import load
     from layerzero_tune.report.perfdb import cases_of, torch_beside
-    from layerzero_tune.tuning import calls_path
+    from layerzero_tune.tuning import calls_path, database_of
 
-    where = path or place(current_world().policy)
-    if where is None:
-        raise click.UsageError("measurements are switched off here; name a database with --perfdb, or files")
-    rows = PerfDB(where).all()
+    db = database_of(path)
+    rows = db.all()
     days = sorted({datetime.date.fromtimestamp(item.measured_at).isoformat() for item in rows})
     threads = sorted({str(item.platform.threads) for item in rows if item.platform.threads})
     facts = {
-        "source": f"PerfDB {where.name}",
+        "source": f"PerfDB {db.path.name}",
         "measured": " to ".join(dict.fromkeys([*days[:1], *days[-1:]])) or "never",
         "cores": str(os.cpu_count()),
         "threads": ", ".join(threads) or _UNSAID,
@@ -105,11 +101,11 @@ def _from_perfdb(path: Path | None, with_torch: bool) -> tuple[list[Measured], d
         "torch": torch.__version__,
         "layerzero": __version__,
     }
-    calls, beside = calls_path(where), {}
+    calls, beside = calls_path(db.path), {}
     if with_torch and calls.exists():
         with working("timing plain torch beside what was tuned"):
-            beside = torch_beside(load(calls).contexts, PerfDB(where))
-    return cases_of(PerfDB(where), beside), facts
+            beside = torch_beside(load(calls).contexts, db)
+    return cases_of(db, beside), facts
 
 
 # -- text -------------------------------------------------------------------------------------------------

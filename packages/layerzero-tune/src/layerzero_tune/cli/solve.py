@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def solve(
     source: Path | None, new: Path | None, out: Path, database: Path | None, warm: bool, diff: bool, **options: Any
 ) -> Answer:
-    """Decide the calls that matter now, and write the decisions to a dispatch table.
+    """Choose the kernels of the given calls now, and write the choices to a dispatch table.
 
     \b
     lz solve                                 the calls that lz tune has measured
@@ -42,7 +42,7 @@ def solve(
     lz solve --diff old.json new.json        what changed, and the times behind it (exit code 1 if anything)
 
     The same calls, times, kernels and policy give the same bytes. LAYERZERO_DISPATCH_TABLE, the policy key
-    dispatch_table or lz.use_table obey a table; a call it does not cover is selected as ever.
+    dispatch_table or lz.use_table put a table in force; other calls are selected as before.
     """
     if diff:
         if source is None or new is None:

@@ -21,7 +21,7 @@ from layerzero_cli.verbs import OK, PROBLEM, verb
 @click.option("--out", type=click.Path(path_type=Path), default=Path("layerzero-trace.json"), show_default=True)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def trace(out: Path, command: tuple[str, ...]) -> Answer:
-    """Run a program and write a Chrome trace of what was not hot in it.
+    """Run a program and write a Chrome trace of its cold calls, selections and compiles.
 
     \b
     lz trace serve.py --port 8000

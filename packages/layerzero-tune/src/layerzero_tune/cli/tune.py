@@ -79,15 +79,15 @@ def measured_or(source: Path | None, database: Path | None, otherwise: str) -> P
 @click.option("--graphs", is_flag=True, help="Measure calls on a GPU also as replayed CUDA graphs.")
 @click.option("--fresh", is_flag=True, help="Begin anew instead of going on with an interrupted tuning run.")
 def tune(source: Path | None, database: Path | None, drift: bool, no_compile: bool, **options: Any) -> Answer:
-    """Measure every kernel for the calls that matter; selection uses the times from then on.
+    """Time every kernel for the given calls; selection uses the times from then on.
 
     \b
     lz tune traffic.json                     calls recorded with lz.record() or LAYERZERO_RECORD=traffic.json
     lz tune --config path/to/model           prefill and decode of a transformers model
     lz tune --grid benchmarks/grid.toml --budget 600
-    lz tune --drift                          are the times of before still true?
+    lz tune --drift                          check whether stored times still hold
 
-    No kernel is timed before its result is the reference's. Kernels that shipped measurements or the roofline
+    A kernel is timed only after its result agreed with the reference. Kernels that shipped measurements or the roofline
     expect to be far behind are left out, and named; --thorough races them all. So are those that are not compiled
     within --compile-seconds: they are left for a later run. A tuning run that was interrupted (Ctrl-C, exit code
     130) keeps what is done and goes on where it stopped. Under torchrun the calls are split over the ranks. Exit

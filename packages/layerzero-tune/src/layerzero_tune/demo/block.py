@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,50 +53,36 @@ def sizes_for(device_type: str, *, quick: bool) -> Sizes:
     return Sizes(2048, 32, 8, 64, 8192, 32_000, prompt=1000, decode_steps=48)
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """All tensors of the model: one block, an embedding and a head. Random, from a fixed seed."""
+def weights_for(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> SimpleNamespace:
+    """All tensors of the model: one block, an embedding and a head. Random, from a fixed seed.
 
-    embed: Tensor
-    norm_attention: Tensor
-    qkv: Tensor
-    out: Tensor
-    norm_mlp: Tensor
-    gate_up: Tensor
-    down: Tensor
-    norm_out: Tensor
-    head: Tensor
-    cos: Tensor
-    sin: Tensor
+    They are drawn on the CPU, so that every device gets the same ones.
+    """
+    generator = torch.Generator().manual_seed(SEED)
 
-    @staticmethod
-    def make(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Weights:
-        """Draw the weights on the CPU, so that every device gets the same ones."""
-        generator = torch.Generator().manual_seed(SEED)
+    def matrix(rows: int, columns: int, scale: float | None = None) -> Tensor:
+        drawn = torch.randn(rows, columns, generator=generator)
+        return (drawn * (1 / math.sqrt(columns) if scale is None else scale)).to(device, dtype)
 
-        def matrix(rows: int, columns: int, scale: float | None = None) -> Tensor:
-            drawn = torch.randn(rows, columns, generator=generator)
-            return (drawn * (1 / math.sqrt(columns) if scale is None else scale)).to(device, dtype)
+    def norm() -> Tensor:
+        return (1 + 0.1 * torch.randn(sizes.hidden, generator=generator)).to(device, dtype)
 
-        def norm() -> Tensor:
-            return (1 + 0.1 * torch.randn(sizes.hidden, generator=generator)).to(device, dtype)
-
-        half = torch.arange(sizes.head_dim // 2) / (sizes.head_dim // 2)
-        angles = torch.outer(torch.arange(sizes.longest), 10_000.0**-half)
-        rows = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
-        return Weights(
-            embed=matrix(sizes.vocab, sizes.hidden, 1.0),
-            norm_attention=norm(),
-            qkv=matrix(rows, sizes.hidden),
-            out=matrix(sizes.hidden, sizes.heads * sizes.head_dim),
-            norm_mlp=norm(),
-            gate_up=matrix(2 * sizes.ffn, sizes.hidden),
-            down=matrix(sizes.hidden, sizes.ffn),
-            norm_out=norm(),
-            head=matrix(sizes.vocab, sizes.hidden, 2 / math.sqrt(sizes.hidden)),
-            cos=angles.cos().to(device, dtype),
-            sin=angles.sin().to(device, dtype),
-        )
+    half = torch.arange(sizes.head_dim // 2) / (sizes.head_dim // 2)
+    angles = torch.outer(torch.arange(sizes.longest), 10_000.0**-half)
+    rows = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
+    return SimpleNamespace(
+        embed=matrix(sizes.vocab, sizes.hidden, 1.0),
+        norm_attention=norm(),
+        qkv=matrix(rows, sizes.hidden),
+        out=matrix(sizes.hidden, sizes.heads * sizes.head_dim),
+        norm_mlp=norm(),
+        gate_up=matrix(2 * sizes.ffn, sizes.hidden),
+        down=matrix(sizes.hidden, sizes.ffn),
+        norm_out=norm(),
+        head=matrix(sizes.vocab, sizes.hidden, 2 / math.sqrt(sizes.hidden)),
+        cos=angles.cos().to(device, dtype),
+        sin=angles.sin().to(device, dtype),
+    )
 
 
 class KVCache:
@@ -139,7 +126,7 @@ class Output:
 
 
 def forward(
-    ops: Any, weights: Weights, sizes: Sizes, cache: KVCache, ids: Tensor, generator: torch.Generator
+    ops: Any, weights: SimpleNamespace, sizes: Sizes, cache: KVCache, ids: Tensor, generator: torch.Generator
 ) -> Output:
     """One pass over ids [1, S]: prefill into an empty cache, or one decode step (S = 1) over a filled one."""
     decode = cache.length > 0
@@ -182,7 +169,7 @@ class Model:
 
     def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
         self.sizes, self.device, self.dtype = sizes, device, dtype
-        self.weights = Weights.make(sizes, device, dtype)
+        self.weights = weights_for(sizes, device, dtype)
         drawn = torch.randint(sizes.vocab, (1, sizes.prompt), generator=torch.Generator().manual_seed(SEED))
         self.prompt = drawn.to(device)
 

@@ -216,15 +216,6 @@ def _row(stop: Stop, *, narrow: bool) -> tuple[str | Cell, ...]:
     return (*first, duration(stop.lz_us), Cell(duration(stop.torch_us), "dim"), Cell(stop.verdict, speed), check)
 
 
-def _why_lines(tour: Tour) -> list[tuple[str, list[tuple[str, str]]]]:
-    """(op, its why-not lines), each op once: the first stop of an op speaks for those judged alike."""
-    seen: dict[tuple[str, tuple[tuple[str, bool], ...]], list[tuple[str, str]]] = {}
-    for stop in tour.stops:
-        judged = tuple((item.kernel_id, item.accepted) for item in stop.candidates)
-        seen.setdefault((stop.station.op, judged), stop.why_not())
-    return [(op, lines) for (op, _), lines in seen.items()]
-
-
 def notes(stop: Stop) -> list[str]:
     """What an honest guide adds at a stop: a failover, a slow choice, and what to do about it."""
     found = []
@@ -299,7 +290,12 @@ def blocks(tour: Tour, written: Path | None, *, narrow: bool = False) -> list[Bl
     if any(stop.verdict.endswith("slower") for stop in tour.stops):
         found.append(Line(_SLOWER, "dim"))
     found += [Line(), Line("Why not the others", "bold")]
-    for op, reasons in _why_lines(tour):
+    # Each op once: the first stop of an op speaks for those judged alike.
+    judged: dict[tuple[str, tuple[tuple[str, bool], ...]], list[tuple[str, str]]] = {}
+    for stop in tour.stops:
+        how = tuple((item.kernel_id, item.accepted) for item in stop.candidates)
+        judged.setdefault((stop.station.op, how), stop.why_not())
+    for (op, _), reasons in judged.items():
         found.append(Line(op if reasons else f"{op}: no other kernel is registered", indent=2))
         if reasons:
             told = [(Cell(kernel_id, "cyan"), Cell(text, "dim")) for kernel_id, text in reasons]

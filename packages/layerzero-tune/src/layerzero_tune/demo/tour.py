@@ -33,7 +33,9 @@ TICKS = 3 + len(PREFILL) + len(DECODE)
 
 def take(device: str | None, *, quick: bool, tick: Callable[[str], None]) -> Tour:
     """Run everything on `device` (the best one here when None). `tick` is called before each of TICKS stages."""
-    began, busy = time.perf_counter(), _busy()
+    began, cores = time.perf_counter(), os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    busy = f"{load:.1f} on {cores} cores: times are rough" if load > 0.75 * cores else ""  # others used it already
     spec = DeviceSpec.detect(device)
     if spec.device_type == "meta":
         raise InvalidInputError(code="DEVICE_NOT_PRESENT", value="meta", limit="a device that computes")
@@ -188,13 +190,6 @@ def _quiet() -> Iterator[None]:
 
 
 # -- the machine ---------------------------------------------------------------------------------
-def _busy() -> str:
-    """A warning when others were using the machine already; empty when not, or where nobody can tell."""
-    cores = os.cpu_count() or 1
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    return f"{load:.1f} on {cores} cores: times are rough" if load > 0.75 * cores else ""
-
-
 def _facts(spec: DeviceSpec, device: torch.device, dtype: torch.dtype, busy: str) -> tuple[tuple[str, str], ...]:
     features = sorted(spec.cpu_features) or sorted(spec.instruction_families)
     absent = [item.name for item in state.records if item.state != "ok"]

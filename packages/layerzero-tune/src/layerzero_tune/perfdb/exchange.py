@@ -115,10 +115,10 @@ def prune(db: PerfDB, *, platform: Platform | None = None, older_than_s: float |
 
 
 def verify(db: PerfDB) -> tuple[int, int, list[str]]:
-    """Intact rows, damaged rows, and what SQLite itself finds wrong with the file."""
+    """Intact rows, damaged rows, and what is wrong with the file: what SQLite finds, and what was met while reading."""
     intact = [item is not None for _, item in db.scan()]
     problems = [str(row[0]) for row in db.rows("PRAGMA quick_check(20)") if row[0] != "ok"]
-    return sum(intact), len(intact) - sum(intact), problems
+    return sum(intact), len(intact) - sum(intact), [*problems, *map(str, db.problems)]
 
 
 def read_text(path: str | os.PathLike[str], most: int) -> str:

@@ -223,17 +223,14 @@ def _case(item: Mapping[str, Any]) -> Measured:
         else:
             refused[str(name)] = str(entry.get("why", "not timed"))
     sizes = {str(name): int(size) for name, size in item["sizes"].items()}
+    # Others used the machine: other programs its cores, or other guests its host; None: not written down.
+    busy, stolen = _number(item, "busy"), _number(item, "stolen")
+    disturbed = None if busy is stolen is None else (busy or 0.0) > BUSY or (stolen or 0.0) > LIMIT
     return Measured(
         str(item["name"]), str(item["op"]), str(item["dtype"]), sizes, str(item["device"]), str(item["mode"]),
         str(item["chosen"]), kernels, _number(item.get("torch", {}), "us"), _number(item.get("call", {}), "us"),
-        refused, item.get("causal", "none") not in ("none", False), _busy(item), str(item.get("rule", "")),
+        refused, item.get("causal", "none") not in ("none", False), disturbed, str(item.get("rule", "")),
     )  # fmt: skip
-
-
-def _busy(item: Mapping[str, Any]) -> bool | None:
-    """Whether others used the machine: other programs its cores, or other guests its host; None: not written down."""
-    busy, stolen = _number(item, "busy"), _number(item, "stolen")
-    return None if busy is stolen is None else (busy or 0.0) > BUSY or (stolen or 0.0) > LIMIT
 
 
 def _number(item: Mapping[str, Any], name: str) -> float | None:

@@ -40,13 +40,14 @@ def tied(times: Mapping[str, Times], close: float | None = None) -> list[str]:
 
 def other_end(ctx: Context) -> Context | None:
     """The same call with its growing sizes at the end of the bucket that is further away; None where there is none."""
-    return _at(ctx, _far)
+    return _at(ctx, lambda size, first, last: first if size * size >= first * last else last)
 
 
 def within(ctx: Context) -> list[Context]:
     """The same call with odd sizes in the middle of the bucket and near its upper end, as far as there are such."""
-    found = [_at(ctx, _middle), _at(ctx, _upper)]
-    return [item for item in found if item is not None]
+    middle = _at(ctx, lambda size, first, last: min(last, math.isqrt(first * last) | 1))
+    high = _at(ctx, lambda size, first, last: min(last, (last - last // 16) | 1))
+    return [item for item in (middle, high) if item is not None]
 
 
 def _at(ctx: Context, size_of: Callable[[int, int, int], int]) -> Context | None:
@@ -63,18 +64,6 @@ def _at(ctx: Context, size_of: Callable[[int, int, int], int]) -> Context | None
             sizes[name] = size_of(size, last // 2 + 1 if size > 1 else size, last)
     dims = tuple(sizes.items())
     return None if dims == tuple(ctx.dims) else replace(ctx, dims=dims)
-
-
-def _far(size: int, first: int, last: int) -> int:
-    return first if size * size >= first * last else last
-
-
-def _middle(size: int, first: int, last: int) -> int:
-    return min(last, math.isqrt(first * last) | 1)
-
-
-def _upper(size: int, first: int, last: int) -> int:
-    return min(last, (last - last // 16) | 1)
 
 
 def far_apart(times: Mapping[str, Times]) -> bool:

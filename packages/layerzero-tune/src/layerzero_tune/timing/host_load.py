@@ -99,25 +99,21 @@ def with_little_steal(
     """What `run` gives, and what share of the time it wanted went to others; up to three tries until that is small, or
     the first one where nobody is `patient`."""
     read = read or ticks
-    kept, share, spent = _try(run, read)
-    for pause in _PAUSES if patient else ():
+    tries: list[tuple[T, float]] = []
+    spent = 0.0
+    for pause in (0.0, *_PAUSES) if patient else (0.0,):
+        if pause:
+            wait(min(_LONGEST_S, pause * spent))
+        before, begin = read(), time.monotonic()
+        found, after, share = run(), read(), 0.0
+        spent = time.monotonic() - begin
+        if before is not None and after is not None:
+            stolen, wanted = after.stolen - before.stolen, after.wanted - before.wanted
+            share = stolen / wanted if stolen >= _LEAST_STOLEN and wanted > 0 else 0.0
+        tries.append((found, share))
         if share <= LIMIT:
             break
-        wait(min(_LONGEST_S, pause * spent))
-        found, less, spent = _try(run, read)
-        if less < share:
-            kept, share = found, less
-    return kept, share
-
-
-def _try(run: Callable[[], T], read: Callable[[], Ticks | None]) -> tuple[T, float, float]:
-    """What it gives, the share that was stolen, and the seconds it took."""
-    before, begin = read(), time.monotonic()
-    found, after, share = run(), read(), 0.0
-    if before is not None and after is not None:
-        stolen, wanted = after.stolen - before.stolen, after.wanted - before.wanted
-        share = stolen / wanted if stolen >= _LEAST_STOLEN and wanted > 0 else 0.0
-    return found, share, time.monotonic() - begin
+    return min(tries, key=lambda tried: tried[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -103,6 +103,7 @@ def _launches(
     if not calls:
         return {}
     found: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -113,7 +114,9 @@ def _launches(
                     if each_turn is not None:
                         each_turn()
                     turn = {}
-                    for name in _order(list(calls), number):
+                    # Another one begins at each turn, and every other turn goes backwards.
+                    order = [*names[number % len(names) :], *names[: number % len(names)]]
+                    for name in order[::-1] if number % 2 else order:
                         calls[name]()
                         turn[name] = clock(calls[name], _QUEUED)
                     after = pacer()
@@ -124,13 +127,6 @@ def _launches(
         if was_on:
             gc.enable()
     return {name: Times.of(turns) for name, turns in without_common_mode(found).items()}
-
-
-def _order(names: Sequence[str], turn: int) -> Sequence[str]:
-    """Another one begins at each turn, and every other turn goes backwards."""
-    first = turn % len(names)
-    order = [*names[first:], *names[:first]]
-    return order[::-1] if turn % 2 else order
 
 
 def _charged(found: Times, launch: Times) -> Times:

@@ -146,7 +146,10 @@ def race(
                 each_round()
             for name in running if done % 2 else running[::-1]:
                 if settle and clock is cpu_clock and once[name] < _BRIEF_US:
-                    _settle(contestants[name])
+                    # Until the threads of the one before have gone to sleep: OpenMP's wait a while on the cores.
+                    end = time.perf_counter_ns() + _SETTLE_NS
+                    while time.perf_counter_ns() < end:
+                        contestants[name]()
                 samples[name].append(clock(contestants[name], batch[name]))
             if done < least:
                 continue
@@ -236,13 +239,6 @@ def _keep_busy(contestants: Mapping[str, Callable[[], Any]], seconds: float) -> 
     while time.perf_counter() < end:
         for call in contestants.values():
             call()
-
-
-def _settle(call: Callable[[], Any]) -> None:
-    """Run a contestant until the threads of the one before have gone to sleep: OpenMP's wait a while on the cores."""
-    end = time.perf_counter_ns() + _SETTLE_NS
-    while time.perf_counter_ns() < end:
-        call()
 
 
 def _once(clock: Clock, call: Callable[[], Any], warmup: int) -> float:

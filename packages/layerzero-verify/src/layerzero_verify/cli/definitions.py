@@ -12,7 +12,8 @@ from layerzero_cli.output import STYLES, Answer, Block, Cell, Line, Table, is_pl
 from layerzero_cli.verbs import OK, PROBLEM, verb
 
 if TYPE_CHECKING:
-    from layerzero_verify.definitions import Definition, Outcome, Report
+    from layerzero_verify.definitions.schema import Definition
+    from layerzero_verify.definitions.trace import Outcome, Report
 
 _ROOT = click.option("--root", type=click.Path(path_type=Path), help="The dataset; else FIB_DATASET_PATH.")
 _TRUST = click.option(
@@ -83,7 +84,8 @@ def add(group: click.Group) -> None:
     @_TRUST
     def show(name: str, root: Path | None, trust: tuple[str, ...]) -> Answer:
         """Show one definition: axes, inputs, outputs, our op, whether its code may run, and the code."""
-        from layerzero_verify.definitions import Trust, open_dataset
+        from layerzero_verify.definitions import open_dataset
+        from layerzero_verify.definitions.reference import Trust
 
         definition = open_dataset(root).select([name])[0]
         refused = Trust.of(trust).refusal(definition.source)
@@ -124,9 +126,8 @@ def add(group: click.Group) -> None:
         chosen = dataset.select(given.pop("name"), given.pop("op_type"), everything=everything)
         options = Options(*(given.pop(word) for word in ("backend", "device", "trust", "rtol", "atol")))
         wanted = [word for word in sizes.replace(",", " ").split() if word != "none"]
-        watch = _progress()
-        report = run(dataset, chosen, options, sizes=wanted, watch=watch, **given)
-        watch("")
+        report = run(dataset, chosen, options, sizes=wanted, watch=_progress, **given)
+        _progress("")
         written = write_traces(report, out) if out is not None else 0
         data = {**report.to_json(), "traces_written": written}
         blocks = _found(report)
@@ -136,11 +137,10 @@ def add(group: click.Group) -> None:
         return Answer(data, blocks, OK if report.ok and (compared or report.left_out) else PROBLEM)
 
 
-def _progress() -> Any:
+def _progress(line: str) -> None:
     """A line that says what is being done, for somebody who watches a terminal."""
-    if is_plain(sys.stderr):
-        return lambda line: None
-    return lambda line: click.echo(f"\r\033[K{line[:110]}", nl=False, err=True)
+    if not is_plain(sys.stderr):
+        click.echo(f"\r\033[K{line[:110]}", nl=False, err=True)
 
 
 def _op(definition: Definition) -> tuple[str, str]:

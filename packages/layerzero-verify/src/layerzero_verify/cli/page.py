@@ -8,9 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from importlib.resources import files
-from pathlib import Path
 
-from layerzero.files import write_whole
 from layerzero_cli.html import breakable as _name
 from layerzero_cli.html import escaped as _e
 from layerzero_cli.html import page
@@ -26,15 +24,6 @@ _MEANING = {
 }
 _SHOWN = 60
 _NAMES = ("op", "kernel", "stage", "on")
-
-
-def write(path: Path, report: VerifyReport) -> str:
-    """Write the page whole or not at all; returns what went wrong, "" if nothing did."""
-    try:
-        write_whole(path, render(report))
-    except OSError as error:
-        return f"the page could not be written: {error}"
-    return ""
 
 
 def render(report: VerifyReport) -> str:

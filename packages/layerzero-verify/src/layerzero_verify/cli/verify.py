@@ -38,7 +38,7 @@ def add(group: click.Group) -> None:
     @click.option("--hostile", is_flag=True, help="Look for kernels that pass checks by cheating.")
     @click.option("--checklist", is_flag=True, help="Show what a new model has to pass, and leave.")
     def verify(checklist: bool, hostile: bool, html: Path | None, level: tuple[int, ...], **options: Any) -> Answer:
-        """Compare kernels, layers, models and training with the truth.
+        """Compare kernels, layers, models and training with references.
 
         \b
         lz verify --lane quick
@@ -65,9 +65,13 @@ def add(group: click.Group) -> None:
         blocks = _blocks(report)
         data, problem = report.to_json(), ""
         if html is not None:
-            from layerzero_verify.cli.page import write
+            from layerzero.files import write_whole
+            from layerzero_verify.cli.page import render
 
-            problem = write(html, report)
+            try:
+                write_whole(html, render(report))
+            except OSError as error:
+                problem = f"the page could not be written: {error}"
             data["page"] = None if problem else str(html)
             blocks.append(Line(problem or f"page: {html}", STYLES["fail"] if problem else "dim"))
         return Answer(data, blocks, OK if report.ok and not problem else PROBLEM)

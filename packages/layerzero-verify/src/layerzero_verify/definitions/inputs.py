@@ -91,13 +91,9 @@ class Maker:
         if spec.dtype == "bool":
             return True if shape is None else torch.rand(shape, generator=self.generator(name)) < 0.5
         if not spec.floating or spec.dtype == "float4_e2m1":
-            raise InvalidInputError(
-                f"{self.definition.name}: no rule makes a valid {name}",
-                code="VALUE_INVALID",
-                value=f"{name}: {spec.dtype}",
-                limit="an input that can be made up",
-                hint="give it in the workload, as a number or from a safetensors file",
-            )
+            told = f"{self.definition.name}: no rule makes a valid {name}: {spec.dtype}"
+            hint = "give it in the workload, as a number or from a safetensors file"
+            raise invalid("VALUE_INVALID", f"{name}: {spec.dtype}", "an input that can be made up", told, hint)
         if shape is None:
             return 1.0
         drawn = self.normal(name, shape)
