@@ -340,6 +340,32 @@ def test_a_call_has_one_name_on_all_ranks_and_split_sizes_are_left_out_where_the
     assert call_key(one, split=True) != call_key(replace(one, dtype="float16"), split=True)
 
 
+def _heads(part: int) -> tuple[Any, ...]:
+    return torch.ones(1, 2 * part, 4, 8), torch.ones(1, part, 4, 8), torch.ones(1, part, 4, 8)
+
+
+def _experts(part: int) -> tuple[Any, ...]:
+    gate_up, down = torch.ones(4, 2 * part, 8), torch.ones(4, 8, part)
+    return torch.ones(4, 8), gate_up, down, torch.ones(4, 2), torch.zeros(4, 2, dtype=torch.long)
+
+
+@pytest.mark.req("R-DIST-04")
+@pytest.mark.parametrize(
+    ("op", "shard"),
+    [
+        ("attention", _heads),
+        ("linear", lambda part: (torch.ones(4, 8), torch.ones(part, 8))),  # by columns
+        ("linear", lambda part: (torch.ones(4, part), torch.ones(8, part))),  # by rows
+        ("mlp", lambda part: (torch.ones(4, 8), torch.ones(2 * part, 8), torch.ones(8, part))),
+        ("moe", _experts),
+        ("cross_entropy", lambda part: (torch.ones(4, part), torch.zeros(4, dtype=torch.long))),
+    ],
+)  # fmt: skip
+def test_shards_of_unlike_sizes_are_one_call_to_a_tensor_parallel_group(op: str, shard: Callable[..., Any]) -> None:
+    five, six = (lz.explain(op, *shard(part)).context for part in (5, 6))
+    assert call_key(five) != call_key(six) and call_key(five, split=True) == call_key(six, split=True)
+
+
 @pytest.mark.req("R-DIST-04", "R-DIST-06")
 def test_without_an_invariant_kernel_the_reference_runs_with_a_warning(caplog: Any) -> None:
     lz.reset()

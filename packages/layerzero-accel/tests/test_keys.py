@@ -103,6 +103,14 @@ def test_without_known_buckets_there_is_no_bucketed_key(native: Any) -> None:
     assert native.key("attention", values, None)[1] is None
 
 
+@pytest.mark.parametrize("layout", [None, True, False, torch.float16], ids=repr)
+def test_a_layout_that_is_no_text_is_not_read_as_one(native: Any, layout: Any) -> None:
+    q = torch.empty(1, 2, 5, 8)
+    for given, known in (("BHSD", True), (layout, False)):
+        values = (q, q, q, None, 0.0, False, None, given, None, False, None, None, None, False, None)
+        assert (native.key("attention", values, EDGES)[1] is not None) is known
+
+
 def test_norms_and_rope_are_keyed_as_in_python(native: Any) -> None:
     rng = random.Random(3)
     norms, layers, ropes = [], [], []

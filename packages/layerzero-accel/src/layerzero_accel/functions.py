@@ -21,7 +21,7 @@ from layerzero.dispatch.hot import describe_tensor, key_of, mode_key
 from layerzero.dispatch.late import recover
 from layerzero.errors import from_outside
 from layerzero.model.op import Op, OperationSpec
-from layerzero.runtime.late_ops import LATE_OPS
+from layerzero.op_tables import LATE_OPS
 
 if TYPE_CHECKING:
     from layerzero.dispatch.bind import Bound
@@ -60,9 +60,12 @@ def put_in_place(made: dict[str, Callable[..., Any]]) -> None:
 
 
 def of_plugin(native: Any, op: Op) -> Callable[..., Any] | None:
-    """The C form of a function that was made for a plugin's op; None where its arguments have none."""
+    """The C form of a function that was made for a plugin's op; None where there is none, or no room."""
     found = letters(op)
-    return _function(native, op, found) if found else None
+    try:
+        return _function(native, op, found) if found else None
+    except (RuntimeError, ValueError):  # 48 functions or 16 parameters at most: the one in Python is the truth anyway
+        return None
 
 
 def _function(native: Any, op: Op, kinds: str) -> Callable[..., Any]:
@@ -115,18 +118,11 @@ def _quietly(find: Find) -> Find:
 
 
 def _rescue(spec: OperationSpec) -> Callable[..., Any]:
-    def rescue(
-        error: Exception,
-        world: World,
-        bound: Bound,
-        args: tuple[Any, ...],
-        layout: str | None,
-        backend: str | None,
-    ) -> Any:
+    def rescue(error: Exception, *call: Any) -> Any:  # World, bound kernel, arguments, layout and backend
         try:
             raise error  # so that what is raised below says what it was raised for
         except Exception as raised:
-            return recover(spec, world, bound, args, layout, backend, raised)
+            return recover(spec, *call, raised)
 
     return rescue
 

@@ -14,6 +14,7 @@ from layerzero import ops
 from layerzero._ops.paged import paged_batch as paged_batch
 from layerzero._ops.positional import alibi_slopes as alibi_slopes
 from layerzero._ops.signature import PUBLIC as _PUBLIC
+from layerzero.op_tables import LATE_OPS as _LATE_OPS
 from layerzero.ops import (
     add_rms_norm,
     attention,
@@ -33,7 +34,6 @@ from layerzero.ops import (
     silu_and_mul,
 )
 from layerzero.runtime.current import collector_paused as _collector_paused
-from layerzero.runtime.late_ops import LATE_OPS as _LATE_OPS
 from layerzero.torch_ops import install as _install
 from layerzero.torch_ops.functions import functions as _functions
 from layerzero.version import __version__

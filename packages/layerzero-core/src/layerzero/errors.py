@@ -109,9 +109,18 @@ class InvalidInputError(LayerZeroError, ValueError, RuntimeError):
     """
 
 
-def invalid(code: ReasonCode | str, value: object = None, limit: object = None, message: str = "") -> InvalidInputError:
-    """The refusal of an argument, to be raised: the code, what was given, what is expected, words of one's own."""
-    return InvalidInputError(message, code=code, value=value, limit=limit)
+def invalid(
+    code: ReasonCode | str, value: object = None, limit: object = None, message: str = "", hint: str | None = None
+) -> InvalidInputError:
+    """The refusal of an argument, to be raised: the code, what was given, what is expected, words of one's own.
+
+    Where the words leave out what was given or what is expected, it is added to them.
+    """
+    why = reason(code, value, limit)
+    if message and why.limit is not None and str(why.limit) not in message and "expected" not in message:
+        given = "" if str(why.value) in message else f": got {why.value}"
+        message = f"{message}{given}, expected {why.limit}"
+    return InvalidInputError(message, reasons=(why,), hint=hint)
 
 
 class UnknownNameError(LayerZeroError, LookupError, code="OP_UNKNOWN"):

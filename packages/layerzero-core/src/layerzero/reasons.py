@@ -8,7 +8,6 @@ The codes and their words are the table in `layerzero.reason_words`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -32,12 +31,6 @@ class Reason(Plain):
     @property
     def category(self) -> ReasonCategory:
         return self.code.category
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Reason:
-        """The inverse of `to_json`. Raises ValueError for an unknown code."""
-        code = ReasonCode(data["code"])
-        return Reason(code, data["message"], data.get("value"), data.get("limit"), data.get("hint", ""))
 
     def __str__(self) -> str:
         return f"{self.code.value}: {self.message}"

@@ -79,7 +79,7 @@ _PROCESS = table(
 
 GROUPS: Final[Mapping[str, str]] = {
     "breaker": "When a failing kernel is set aside.",
-    "canary": "New kernels on trial: they run in shadow, beside the kernel that would be chosen without them.",
+    "canary": "New kernels on trial: they run in shadow, next to the chosen kernel, whose result is used.",
     "cache": "Bounds of the selection cache.",
     "perfdb": "Measured kernel times.",
     "distributed": "How ranks agree.",
@@ -143,7 +143,7 @@ SETTINGS: Final = (
     ),
     Setting(
         "jit", words("background", "block", "off"), "background",
-        "a kernel that is not compiled yet: compile it beside the requests, make the call wait, or neither", "dispatch",
+        "a kernel that is not compiled yet: compile it in the background, make the call wait, or neither", "dispatch",
         "JIT",
     ),
     Setting("breaker.failures", _COUNT, 1, "failures that open the breaker", "health", "BREAKER_FAILURES"),
@@ -158,7 +158,7 @@ SETTINGS: Final = (
         "a call that runs longer is reported and its kernel set aside; null: none", "dispatch",
     ),
     Setting("canary.kernels", PATTERNS, (), "kernels or backends on trial", "selection"),
-    Setting("canary.fraction", number(0, 1, above=True), 0.05, "share of calls they run beside", "dispatch"),
+    Setting("canary.fraction", number(0, 1, above=True), 0.05, "share of calls on which they run as well", "dispatch"),
     Setting("canary.calls", _COUNT, 100, "good comparisons that promote one", "dispatch"),
     Setting("cache.max_entries", _COUNT, 10_000, "entries of the selection cache", "runtime", "CACHE_SIZE"),
     Setting(
@@ -172,7 +172,7 @@ SETTINGS: Final = (
         "perfdb.shipped", FLAG, True, "false: measurements that came with packages do not rank", "measurements",
         "PERFDB_SHIPPED",
     ),
-    Setting("perfdb.auto_tune", FLAG, False, "measure kernels without times beside the program", "measurements"),
+    Setting("perfdb.auto_tune", FLAG, False, "measure kernels without times in a background thread", "measurements"),
     Setting("perfdb.tune_samples", _COUNT, 20, "samples a kernel gets at least from auto_tune", "layerzero_tune"),
     Setting("perfdb.ttl_s", maybe(_SECONDS), None, "seconds a measurement is believed; null: for ever", "measurements"),
     Setting(
@@ -192,7 +192,7 @@ SETTINGS: Final = (
     Setting("hub", pairs(TEXT, JSON), {}, "settings of layerzero-hub, checked there", "layerzero_hub"),
     Setting(
         "plugins.allow", maybe(PATTERNS), None,
-        "only these, beside the built-in backends; refused in a file found in the working directory", "runtime",
+        "only these and the built-in backends; refused in a file found in the working directory", "runtime",
         "PLUGINS",
     ),
     Setting("plugins.deny", PATTERNS, (), "plugins that are never loaded", "runtime", "PLUGINS_DENY"),
@@ -200,7 +200,7 @@ SETTINGS: Final = (
     Setting("", PATH, None, "policy file to use instead of the discovered ones", "policy", "CONFIG"),
     Setting("", _SOME_SECONDS, 60.0, "seconds a vendor probe may take in lz doctor", "public", "PROBE_TIMEOUT"),
     Setting(
-        "", PATH, None, "file of kernels that took a process down, crash markers beside it; off: none", "runtime",
+        "", PATH, None, "file of quarantined kernels, crash markers next to it; off: none", "runtime",
         "QUARANTINE",
     ),
     Setting(
@@ -224,7 +224,7 @@ SETTINGS: Final = (
         "runtime", "REDACT",
     ),
     Setting("", PATH, None, "port or file by which lz top and Prometheus see the process", "runtime", "METRICS"),
-    Setting("", PATH, None, "file for a Chrome trace of what was not hot, written at the end", "runtime", "TRACE"),
+    Setting("", PATH, None, "file for a Chrome trace of cold calls and compiles, written at end", "runtime", "TRACE"),
     Setting("", FLAG, False, "tests: the long counts of the prove lanes", "tests", "PROVE"),
     Setting("", PATH, None, "tests and benchmarks: the commit to write where git cannot tell", "tools", "COMMIT"),
     Setting("", FLAG, False, "tests: a missing tool fails instead of skipping", "tools", "REQUIRE"),

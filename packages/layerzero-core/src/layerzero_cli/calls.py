@@ -62,7 +62,8 @@ def context(op: str, options: Mapping[str, Any]) -> Context:
     word = dtype_of(given.pop("dtype", "bfloat16"))
     spec = device_of(given.pop("device", None))
     backend = given.pop("backend", None)
-    extra = sorted(set(given) - {*_SHAPES, "grad", *public.options}, key=list(given).index)
+    known = {*shapes, "grad", *public.options, *(("shape", "k", "v") if "q" in shapes else ())}
+    extra = sorted(set(given) - known, key=list(given).index)
     if extra:
         raise click.UsageError(f"{op} has no {', '.join('--' + name.replace('_', '-') for name in extra)}")
     if op == "cast":
@@ -97,7 +98,12 @@ def context(op: str, options: Mapping[str, Any]) -> Context:
 
 def _made(op: Op, draft: Context, where: str, given: Mapping[str, Any]) -> tuple[Any, ...]:
     assert callable(op.example)
-    return op.example(Draw(draft, torch.device(where), 0, {"tables": torch.float32, **given}))
+    try:
+        return op.example(Draw(draft, torch.device(where), 0, {"tables": torch.float32, **given}))
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise click.UsageError(f"{op.op_id}: no tensor can be that large ({error})") from None
 
 
 def _sizes(op: str, shapes: Mapping[str, str], given: dict[str, Any]) -> tuple[dict[str, int], int]:

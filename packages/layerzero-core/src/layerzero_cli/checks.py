@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @click.option("--probe/--no-probe", default=True, help="Whether to start a process for each vendor.")
 @click.option("--problems", is_flag=True, help="Show only what is not well.")
 def doctor(backend: str | None, timeout: float | None, probe: bool, problems: bool) -> Answer:
-    """Check machine, settings, plugins and vendors, and name what mends each problem.
+    """Check machine, settings, plugins and vendors, and show the fix of each problem.
 
     \b
     lz doctor
@@ -100,7 +100,7 @@ def _row(check: Check, width: int) -> tuple[str | Cell, ...]:
 
 @cli.group("quarantine")
 def quarantine() -> None:
-    """See which kernels took a process down and are skipped, and lift that."""
+    """Show the kernels in quarantine (crashed or wrong); release them."""
 
 
 @verb(quarantine, "list")
@@ -145,9 +145,9 @@ def clear(kernels: tuple[str, ...], everything: bool) -> Answer:
     lifted = {name: quarantine.remove(name) for name in names}
     absent = [name for name, count in lifted.items() if not count]
     blocks: list[Block] = [Line(f"{name}: lifted", STYLES["ok"]) for name, count in lifted.items() if count]
-    held = [entry.kernel_id for entry in entries]
-    fixes = {name: did_you_mean(name, held, "lz quarantine list shows what is") for name in absent}
-    blocks += [Line(f"{name}: was not in quarantine; {fix}", STYLES["warn"]) for name, fix in fixes.items()]
+    for name in absent:
+        fix = did_you_mean(name, [entry.kernel_id for entry in entries], "lz quarantine list shows what is")
+        blocks.append(Line(f"{name}: was not in quarantine; {fix}", STYLES["warn"]))
     blocks = blocks or [Line("nothing was in quarantine", STYLES["ok"])]
     data = {"path": str(quarantine.path), "lifted": lifted, "absent": absent}
     return Answer(data, blocks, PROBLEM if absent else OK)

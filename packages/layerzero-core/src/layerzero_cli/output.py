@@ -270,10 +270,11 @@ def describe_error(error: BaseException) -> list[Block]:
     from layerzero.errors import LayerZeroError
 
     if not isinstance(error, LayerZeroError):
-        return [
-            Line(f"error: {type(error).__name__}: {error}", "bold red", hang=2),
-            Line("this should not happen; LAYERZERO_DEBUG=1 shows the traceback", "dim", indent=2),
-        ]
+        told = f"{type(error).__name__}: {error}"
+        hint = "this should not happen; LAYERZERO_DEBUG=1 shows the traceback"
+        if isinstance(error, OSError):
+            hint = "make room or correct the permissions there, or name another path"
+        return [Line(f"error: {told}", "bold red", hang=2), Line(hint, "dim", indent=2)]
     blocks: list[Block] = [Line(f"error {error.code.value}: {error.body}", "bold red", hang=2)]
     first, rows = error.reasons[0], []
     for name, value in (("value", first.value), ("limit", first.limit), ("hint", error.hint)):

@@ -141,6 +141,7 @@ def _place(error: Any) -> dict[str, Any]:
 def _warnings(file: Path) -> list[Any]:
     """Entries that are legal and reach nothing: kernels and context fields nobody here knows."""
     from dataclasses import fields
+    from fnmatch import filter as matching
 
     from layerzero.model.context import KEYABLE, Context
     from layerzero.policy.layers import merge
@@ -153,12 +154,14 @@ def _warnings(file: Path) -> list[Any]:
     merged = merge((load_file(file),))
     found = named_nothing(merged, world)
     for kernel_id, ops in required(merged).items():
-        if kernel_id not in world.registry:
-            where = f"lock of {', '.join(ops)}" if ops else "allow"
-            found.append(
-                Check("policy", where, Status.WARN, f"{kernel_id} is not registered here",
-                      ReasonCode.KERNEL_UNKNOWN, similar(kernel_id, world.registry.kernels))
-            )  # fmt: skip
+        kernel = world.registry.kernels.get(kernel_id)
+        where = f"lock of {', '.join(ops)}" if ops else "allow"
+        if kernel is None:
+            fix, told = similar(kernel_id, world.registry.kernels), f"{kernel_id} is not registered here"
+            found.append(Check("policy", where, Status.WARN, told, ReasonCode.KERNEL_UNKNOWN, fix))
+        elif others := [op for op in ops if kernel.op not in (matching(world.ops, op) or kernel.op)]:
+            told = f"{kernel_id} does not compute {', '.join(others)}"
+            found.append(Check("policy", where, Status.WARN, told, None, f"lock {kernel.op} instead"))
     known = {*_SIZES, *KEYABLE, *(item.name for item in fields(Context))}
     for error in mistakes(file, known_fields=known):
         found.append(Check.error("policy", getattr(error, "key", "") or "when", error, Status.WARN))

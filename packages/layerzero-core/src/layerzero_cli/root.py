@@ -27,17 +27,17 @@ _CLI, _TUNE, _VERIFY = "layerzero_cli", "layerzero-tune", "layerzero-verify"
 # its help, which stands here so that `lz --help` imports no verb. A test holds the two sentences together.
 VERBS: dict[str, dict[str, tuple[str, str]]] = {
     "Look": {
-        "doctor": (f"{_CLI}.checks", "Check machine, settings, plugins and vendors, and name what mends each problem."),
+        "doctor": (f"{_CLI}.checks", "Check machine, settings, plugins and vendors, and show the fix of each problem."),
         "list": (f"{_CLI}.listing", "List the kernels with platforms and dtypes, and say which can be used here."),
         "explain": (f"{_CLI}.explaining", "Say which kernel a call would run, and why not the others."),
         "which": (f"{_CLI}.explaining", "Print the id of the kernel that a call would run."),
         "validate": (f"{_CLI}.explaining", "Say whether a kernel may run a call, or why not."),
         "top": (_TUNE, "Watch a running process: calls a second by kernel, misses, failovers, breakers, compiles."),
-        "trace": (_TUNE, "Run a program and write a Chrome trace of what was not hot in it."),
+        "trace": (_TUNE, "Run a program and write a Chrome trace of its cold calls, selections and compiles."),
         "demo": (_TUNE, "Take a Llama-shaped block through LayerZero."),
     },
     "Measure": {
-        "tune": (_TUNE, "Measure every kernel for the calls that matter; selection uses the times from then on."),
+        "tune": (_TUNE, "Time every kernel for the given calls; selection uses the times from then on."),
         "compare": (_TUNE, "Time a model or a function before and after, in one interleaved run."),
         "bench": (_TUNE, "Time every kernel that may run a call, head to head."),
         "perfdb": (_TUNE, "Look at measured kernel times, move them between machines, and tidy up."),
@@ -45,19 +45,19 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Decide": {
         "policy": (f"{_CLI}.policies", "Write and check policy files; see which values hold and where they come from."),
-        "solve": (_TUNE, "Decide the calls that matter now, and write the decisions to a dispatch table."),
+        "solve": (_TUNE, "Choose the kernels of the given calls now, and write the choices to a dispatch table."),
         "plan": (_TUNE, "Plan a decoder layer of the model in CONFIG (config.json or a model folder)."),
-        "export-priorities": (_TUNE, "Say in another stack's settings what TABLE says, a file of lz solve."),
+        "export-priorities": (_TUNE, "Translate TABLE, a dispatch table of lz solve, into settings of another engine."),
     },
     "Operate": {
         "readiness": (f"{_CLI}.checks", "Check that everything the policy needs exists and works."),
-        "warmup": (f"{_CLI}.warming", "Compile ahead of the requests what SOURCE will call."),
-        "quarantine": (f"{_CLI}.checks", "See which kernels took a process down and are skipped, and lift that."),
+        "warmup": (f"{_CLI}.warming", "Compile the kernels that SOURCE will call, before any request needs them."),
+        "quarantine": (f"{_CLI}.checks", "Show the kernels in quarantine (crashed or wrong); release them."),
         "completion": (f"{_CLI}.completion", "Print the script that completes verbs, options and names in a shell."),
     },
     "Extend": {
         "plugin": (_VERIFY, "Write, check and list backend packages."),
-        "verify": (_VERIFY, "Compare kernels, layers, models and training with the truth."),
+        "verify": (_VERIFY, "Compare kernels, layers, models and training with references."),
         "definitions": (_VERIFY, "Read kernel definitions, and check kernels against them."),
     },
 }
@@ -126,18 +126,18 @@ class Root(click.Group):
         """Run, show what goes wrong in one place, and leave with 0, 1 (problem found) or 2 (usage)."""
         given = list(sys.argv[1:] if args is None else args)
         as_json = "--json" in given
+        # A shell or a service manager may have closed them.
+        sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))
         try:
             code = super().main(given, prog_name, **{**extra, "standalone_mode": False})
-        except click.UsageError as error:
+        except click.ClickException as error:
             error.show()
             if as_json:
                 import json
 
-                told = {"error": {"code": "USAGE", "message": error.format_message(), "hint": ""}}
-                click.echo(json.dumps(stamped(told), indent=2))
-            code = USAGE
-        except click.ClickException as error:
-            error.show()
+                kind = "USAGE" if error.exit_code == USAGE else None
+                told: dict[str, Any] = {"code": kind, "message": error.format_message(), "hint": "", "reasons": []}
+                click.echo(json.dumps(stamped({"error": told}), indent=2))
             code = error.exit_code
         except (click.Abort, KeyboardInterrupt):
             click.echo("interrupted", err=True)
@@ -217,7 +217,7 @@ def cli() -> None:
     """LayerZero: for every call the fastest kernel that is correct here, and the reason why.
 
     \b
-    lz doctor                                             what is here, what works, how to mend the rest
+    lz doctor                                             what is installed, what works, how to fix the rest
     lz explain attention --shape 1,32,4096,128 --causal   which kernel would run, and why not the others
     lz tune --config path/to/model                        measure the kernels for a model's calls
     lz COMMAND --help                                     options and examples of a command

@@ -50,6 +50,8 @@ def verb(group: click.Group, name: str | None = None, **attributes: Any) -> Call
 
             # Python would print our warnings itself when nobody has set up logging; here the answer says it all.
             logging.getLogger("layerzero").addHandler(logging.NullHandler())
+            if unsaid := [name for name, value in options.items() if value != value]:
+                raise click.UsageError(f"--{unsaid[0].replace('_', '-')} nan is no number")
             try:
                 with contextlib.redirect_stdout(sys.stderr):  # turned away while the verb works
                     answer = function(**options)
@@ -74,9 +76,12 @@ def failed(error: Exception, *, as_json: bool) -> int:
         import traceback
 
         traceback.print_exception(error)
-    if as_json:
-        emit(Answer(error_json(error)), as_json=True)
-    else:
+    try:
+        if as_json:
+            emit(Answer(error_json(error)), as_json=True)
+        else:
+            show(describe_error(error), sys.stderr)
+    except OSError:  # a full disk, too, where the answer was to go
         show(describe_error(error), sys.stderr)
     # What was typed cannot mean anything: that is usage. Anything else is a problem that was found.
     return USAGE if isinstance(error, (InvalidInputError, UnknownNameError)) else PROBLEM

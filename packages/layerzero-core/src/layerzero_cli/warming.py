@@ -27,17 +27,14 @@ from layerzero_cli.verbs import OK, PROBLEM, verb
 def warmup(
     source: Path | None,
     config: Path | None,
-    kernels: tuple[str, ...],
-    timeout: float | None,
-    workers: int | None,
     critical_only: bool,
-    retry: bool,
     write: Path | None,
     pack: Path | None,
     unpack: Path | None,
     key: Path | None,
+    **options: Any,
 ) -> Answer:
-    """Compile ahead of the requests what SOURCE will call.
+    """Compile the kernels that SOURCE will call, before any request needs them.
 
     \b
     lz warmup path/to/model
@@ -64,10 +61,7 @@ def warmup(
         data = {"calls": len(made.items), "critical": critical, "config_hash": made.config_hash, "path": str(write)}
         return Answer(data, [Line(told)])
     with progress_bar() as progress:
-        result = warmup(
-            made, kernels=kernels, timeout=timeout, workers=workers, background=critical_only, retry=retry,
-            progress=progress,
-        )  # fmt: skip
+        result = warmup(made, background=critical_only, progress=progress, **options)
     if pack is not None:
         packed = _packed("packed into", pack, part("warmup.pack")(result, pack, key=key))
         data = {**result.to_json(), "pack": packed.data}
@@ -78,14 +72,8 @@ def warmup(
 def _packed(done: str, path: Path, what: Any) -> Answer:
     """What went into a pack, or came out of one."""
     told = f"{len(what.artifacts)} artifacts, {what.files} files, {what.bytes / 2**20:.1f} MiB {done} {path}"
-    data = {
-        "path": str(path),
-        "artifacts": len(what.artifacts),
-        "files": what.files,
-        "bytes": what.bytes,
-        "content_hash": what.content_hash,
-        "signed": what.signed,
-    }
+    data = {"path": str(path), "artifacts": len(what.artifacts)}
+    data |= {name: getattr(what, name) for name in ("files", "bytes", "content_hash", "signed")}
     return Answer(data, [Line(f"{told}; {'signed' if what.signed else 'no signature asked for'}")])
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -115,6 +117,17 @@ def test_a_huge_call_costs_no_memory() -> None:
     assert report["call"]["dims"]["seq_len_k"] == 1_048_576
 
 
+def test_asking_about_a_call_does_not_import_torchs_compiler() -> None:
+    code = (
+        "import sys; from layerzero_cli.root import cli; cli(['which', 'rms_norm', '--shape', '4,64'], "
+        "standalone_mode=False)"
+    )
+    tail = "sys.exit('torch._dynamo' in sys.modules)"
+    words = [sys.executable, "-c", f"import sys\ntry:\n    {code}\nexcept SystemExit: pass\n{tail}"]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=240, check=False)
+    assert found.returncode == 0 and found.stdout.strip(), found.stderr
+
+
 _CALLS = {
     "attention": ["--shape", "1,4,16,32"],
     "paged_attention": ["--q", "4,8,64", "--k", "32,16,2,64"],
@@ -205,6 +218,9 @@ def test_where_nothing_may_run_the_exit_code_is_one(monkeypatch: pytest.MonkeyPa
         (["explain", "attention", "--shape", "1,8,a,64"], "is not a shape"),
         (["explain", "attention", "--shape", "1,8,-1,64"], "is not a shape"),
         (["explain", "rms_norm", "--shape", "4,8", "--causal", "--lse"], "--causal, --lse"),
+        (["explain", "rms_norm", "--shape", "4,8", "--q", "3"], "rms_norm has no --q"),
+        (["explain", "rms_norm", "--shape", "1099511627776,1099511627776"], "that large"),
+        (["explain", "attention", "--shape", "1,8,16,64", "--softcap", "nan"], "--softcap nan"),
         (["explain", "rms_norm", "--shape", "4,8", "--dtype", "bf17"], "bf16"),
         (["explain", "rms_norm", "--shape", "4,8", "--device", "h1000"], "h100"),
         (["explain", "rms_norm", "--shape", "4,8", "--device", "cuda:99"], "cuda:99"),

@@ -269,6 +269,33 @@ def test_an_error_that_is_not_ours_is_one_line_too(monkeypatch: pytest.MonkeyPat
     assert json.loads(run("list", "--json", code=1).stdout)["error"]["message"].startswith("ZeroDivisionError")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_full_disk_under_the_answer_is_one_line(more: list[str]) -> None:
+    words = [sys.executable, "-m", "layerzero_cli", "completion", "bash", *more]
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240, check=False)
+    assert found.returncode == 1 and "Traceback" not in found.stderr, found.stderr
+    assert "No space left" in found.stderr and "make room" in found.stderr and "should not" not in found.stderr
+
+
+def test_a_closed_output_spoils_neither_work_nor_exit_code() -> None:
+    words = f"{sys.executable} -m layerzero_cli explain nothing --shape 1,2"
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        found = subprocess.run(
+            f"{words} {closed}", shell=True, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert found.returncode == 2 and "AttributeError" not in found.stderr, found.stderr
+
+
+def test_any_failure_of_click_is_json_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise click.ClickException("it cannot be done")
+
+    monkeypatch.setattr(lz, "list_kernels", broken)
+    assert data("list", code=1)["error"]["message"] == "it cannot be done"
+
+
 # -- verbs -------------------------------------------------------------------------------------------------------
 @pytest.mark.req("R-API-19", "R-OPS-01")
 def test_list_shows_each_kernel_once_and_says_which_can_be_used_here() -> None:
@@ -428,6 +455,26 @@ def test_policy_check_warns_of_ops_that_there_are_not(tmp_path: Path) -> None:
         ("rms_nrm", "OP_UNKNOWN", "did you mean rms_norm?"),
         ("attenton", "OP_UNKNOWN", "did you mean attention?"),
     ]
+
+
+def test_policy_check_warns_of_a_lock_on_a_kernel_of_another_op(tmp_path: Path) -> None:
+    file = tmp_path / "layerzero.yaml"
+    file.write_text("locks: {layer_norm: torch.rms_norm.native, '*_norm': torch.rms_norm.native}\n", encoding="utf-8")
+    (found,) = data("policy", "check", str(file))["warnings"]
+    assert found["message"] == "torch.rms_norm.native does not compute layer_norm"
+    assert found["fix"] == "lock rms_norm instead"
+
+
+def test_doctor_and_readiness_name_every_mistake_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "layerzero.yaml"
+    file.write_text("cache: {ttl: 3}\non_fault: fallbak\nlokcs: {}\n", encoding="utf-8")
+    ready = data("readiness", "--config", str(file), code=1)["checks"]
+    monkeypatch.setenv("LAYERZERO_CONFIG", str(file))
+    lz.reset()
+    seen = data("doctor", "--no-probe", code=1)["checks"]
+    for checks in (ready, seen):
+        wrong = [check["fix"] for check in checks if check["status"] == "fail" and check["name"].startswith("policy")]
+        assert wrong == [f"did you mean {word}?" for word in ("ttl_s", "fallback", "locks")]
 
 
 def test_policy_check_of_a_missing_file_is_a_problem(tmp_path: Path) -> None:

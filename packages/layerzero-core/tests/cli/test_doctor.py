@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from layerzero.health.quarantine import Quarantine
 from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import BackendSpec
 from layerzero.model.status import BackendStatus, HealthReport
+from layerzero.perfdb.store import create
 from layerzero.plugin.discovery import OURS, VENDORS, normalized
 from layerzero.plugin.manager import PluginRecord, load_plugins
 from layerzero.plugin.probing import ProbeResult, answer
@@ -383,6 +386,25 @@ def test_a_dispatch_table_that_is_not_in_force_is_reported(tmp_path: Path, monke
 
 
 # -- health ------------------------------------------------------------------------------------------------------
+def test_a_damaged_database_of_measured_times_is_shown_until_it_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "times.db"
+    monkeypatch.setenv("LAYERZERO_PERFDB", str(path))
+    lz.reset()
+    assert not [check for check in lz.doctor(probe=False).checks if check.group == "measured times"]
+    path.write_text("a diary")
+    assert lz.doctor(probe=False).check("times.db").code == "PERF_FILE_FOREIGN"
+    path.unlink()
+    kept = tmp_path / f"times.db.corrupt-{'0' * 32}"  # as another process has left it
+    for file in (path, kept):
+        with contextlib.closing(sqlite3.connect(file)) as raw:
+            create(raw)
+    told = [check for check in lz.doctor(probe=False).checks if check.group == "measured times"]
+    assert [(check.status, check.code) for check in told] == [("ok", None), ("warn", "CACHE_CORRUPT")]
+    assert "0 rows in" in told[0].message and str(kept) in told[1].message and "remove the file" in told[1].fix
+
+
 def test_an_open_breaker_is_shown_with_its_cause() -> None:
     lz.list_kernels()
     state.health.kernel_failed("sdpa.attention.math", "illegal instruction")

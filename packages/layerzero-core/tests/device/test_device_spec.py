@@ -45,6 +45,16 @@ def test_a_stored_signature_is_computed_again() -> None:
     assert DeviceSpec.from_json(data).signature == H100.signature
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"index": "0"}, {"platform": "abacus"}, {"gpu_generation": 4}, {"cpu_features": "avx2"}, {"max_grid": [1, 2]},
+     {"supports_fp8": 1}, {"driver_version": 580}, {"backend_versions": [["triton"]]}],
+)  # fmt: skip
+def test_what_is_no_device_is_not_read_as_one(wrong: dict[str, object]) -> None:
+    with pytest.raises((TypeError, ValueError, KeyError)):
+        DeviceSpec.from_json(H100.to_json() | wrong)
+
+
 def test_signature_does_not_change_between_releases_by_accident() -> None:
     assert named_device("a100").signature == "4a440ed96e14c414"
 

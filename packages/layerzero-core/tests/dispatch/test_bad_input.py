@@ -225,6 +225,38 @@ def test_the_message_carries_value_limit_and_next_step() -> None:
     assert isinstance(caught.value, ValueError)
 
 
+EXPECTED: dict[str, tuple[Callable[[], Any], str]] = {
+    "shape": (lambda: lz.rms_norm(X, torch.ones(9)), "weight has shape (9,), expected (8,)"),
+    "widths": (lambda: lz.linear(X, t(4, 9)), "x and weight disagree: got (3, 8), expected [..., 9]"),
+    "rank": (lambda: lz.sample(t(9)), "logits has rank 1, expected 2"),
+    "number": (lambda: lz.sample(t(2, 9), top_p=1.5), "top_p is 1.5, expected a number in [0.0, 1.0]"),
+    "width": (lambda: lz.silu_and_mul(t(3, 7)), "the last axis is 7, expected an even width"),
+    "dtype": (lambda: lz.embedding(t(3), t(4, 8)), "ids float32, expected int32 or int64"),
+    "range": (lambda: lz.embedding(ints(3) + 4, t(4, 8)), "ids hold 4, outside 0 to 3 ["),
+    "tables": (lambda: lz.rope(Q, None, COS[:3], COS[:3]), "5 tokens, but cos and sin have 3 rows"),
+    "plan": (lambda: lz.plan("rms_norm", X, W, check=True)(t(4, 8), W), "called with (torch.Size([4, 8])"),
+    "setting": (lambda: lz.configure(deni=["cpu"]), "deni: expected the name of a setting; did you mean deny?"),
+    "patterns": (lambda: lz.configure(deny=5), "deny: expected a valid string, got 5"),
+    "op": (lambda: lz.ops.qqq, "use one of: add_rms_norm, "),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_words_of_an_error_say_what_is_expected(name: str) -> None:
+    call, words = EXPECTED[name]
+    with pytest.raises((LayerZeroError, AttributeError)) as caught:
+        call()
+    assert words in str(caught.value)
+
+
+def test_a_call_with_backend_names_the_kernels_of_that_backend_and_the_next_step() -> None:
+    with lz.scoped(deny=["torch"]), pytest.raises(LayerZeroError) as caught:
+        lz.rms_norm(X, W, backend="torch")
+    told = str(caught.value)
+    assert "\n  torch.rms_norm.native: POLICY_DENIED" in told and "reference.rms_norm" not in told
+    assert told.endswith("; remove the deny rule")
+
+
 def test_an_unknown_name_names_the_nearest() -> None:
     with pytest.raises(UnknownNameError) as caught:
         lz.which("atention", Q, K, K)

@@ -335,6 +335,24 @@ def test_a_kernel_that_changes_its_inputs_is_wrong(planted: Planted) -> None:
     assert torch.equal(x, kept) and planted.entries() == {"acme.rms_norm.fast": "NUMERICS_MISMATCH"}
 
 
+@pytest.mark.parametrize("told", [True, False], ids=("call", "example"))
+@pytest.mark.parametrize("how", ["dtype", "input"])
+def test_a_result_of_another_dtype_or_a_changed_input_is_wrong_on_an_example_too(
+    planted: Planted, how: str, told: bool
+) -> None:
+    def odd(x: torch.Tensor, weight: Any, eps: float) -> torch.Tensor:
+        out = right(x, weight, eps)
+        return out.double() if how == "dtype" else (out, x.zero_())[0]
+
+    planted.kernel("rms_norm", odd)
+    planted.start()
+    x, weight, _ = call()
+    weight = weight if told else torch.ones_like(weight)  # numbers that show nothing: an example is drawn
+    for _ in range(3):
+        torch.testing.assert_close(lz.rms_norm(x, weight), right(x, weight, 1e-6))
+    assert planted.entries() == {"acme.rms_norm.fast": "NUMERICS_MISMATCH"}
+
+
 def test_a_large_error_that_a_kernel_declares_itself_is_not_believed(planted: Planted) -> None:
     planted.kernel("rms_norm", zeros, error_bounds={"float32": 1e9})
     planted.start()

@@ -10,7 +10,7 @@ import pytest
 
 import layerzero as lz
 from layerzero._ops.signature import PUBLIC
-from layerzero.runtime.late_ops import LATE_OPS, LateTable
+from layerzero.op_tables import LATE_OPS, LateTable
 from layerzero.torch_ops.declared import traced_form
 from layerzero.torch_ops.functions import functions
 from layerzero.torch_ops.library import opaque_ops

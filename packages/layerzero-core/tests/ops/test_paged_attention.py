@@ -194,6 +194,14 @@ def test_a_page_number_outside_the_cache_never_reads_another_page(kernel):
     state.health.reset()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_sequences_without_context_give_zeros_over_a_cache_of_another_dtype(dtype):
+    batch = lz.paged_batch(torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
+    cache = torch.randn(4, 5, 2, 16).to(dtype)
+    out = lz.paged_attention(torch.randn(2, 4, 16), cache, cache, batch)
+    assert out.shape == (2, 4, 16) and not out.count_nonzero()
+
+
 @pytest.mark.req("R-OP-07", "R-FAIL-07")
 def test_metadata_of_different_dtypes_is_refused_hot_or_cold():
     q, kc, vc, batch, *_ = scene(*MIXED)

@@ -110,6 +110,14 @@ def test_partial_rotary_and_full_width_tables_agree_between_kernels(interleaved)
             assert torch.equal(got[..., 8:], q[..., 8:])
 
 
+@pytest.mark.parametrize(("kernel", "interleaved"), KERNELS)
+def test_a_view_may_begin_anywhere_in_its_storage(kernel, interleaved):
+    q = draw(65, dtype=torch.float32)[1:].view(1, 1, 4, 16)
+    cos, sin = tables(4, 16, torch.float32)
+    got, _ = lz.rope(q, None, cos, sin, interleaved=interleaved, backend=kernel)
+    assert_close(got, turn(q, cos, sin, interleaved), tolerance("rope", torch.float32))
+
+
 @pytest.mark.req("R-OP-15", "R-POS-02")
 def test_a_faster_kernel_runs_where_it_can_and_the_reference_elsewhere(lab):
     q, (cos, sin) = draw(1, 2, 4, 8, dtype=torch.float32), tables(4, 8, torch.float32)

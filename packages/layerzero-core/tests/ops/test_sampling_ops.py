@@ -214,9 +214,9 @@ def test_of_equal_logits_the_lower_ids_stay(backend, dtype):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("vocab", [6, 5000])
+@pytest.mark.parametrize(("vocab", "by_row"), [(6, False), (6, True), (5000, False)])
 @pytest.mark.parametrize("name", FILTERS)
-def test_infinite_logits_and_nan_are_defined(name, vocab, backend):
+def test_infinite_logits_and_nan_are_defined(name, vocab, by_row, backend):
     logits = torch.zeros(6, vocab)
     logits[0, ::2] = -INF  # banned
     logits[1, [1, 4]] = INF  # these two alone
@@ -225,11 +225,14 @@ def test_infinite_logits_and_nan_are_defined(name, vocab, backend):
     logits[3] = -INF  # nothing is left
     logits[4, 2] = NAN
     logits[5, 1], logits[5, 3] = INF, -INF
-    probs = lz.sampling_probs(logits, **options(name), backend=backend)
+    given = options(name)
+    if by_row:
+        given = {key: None if value is None else torch.tensor([value] * 6) for key, value in given.items()}
+    probs = lz.sampling_probs(logits, **given, backend=backend)
     expected = torch.tensor([oracle(row, *FILTERS[name]) for row in logits.tolist()])
     assert_close(probs, expected, tolerance("sampling_probs", torch.float32))
     for seed in range(5):
-        tokens = lz.sample(logits, **options(name), generator=seeded(seed), backend=backend)
+        tokens = lz.sample(logits, **given, generator=seeded(seed), backend=backend)
         assert tokens[0] % 2 == 1 and tokens[1].item() in (1, 4)
         assert tokens[2:].tolist() == [3, -1, -1, 1]
 

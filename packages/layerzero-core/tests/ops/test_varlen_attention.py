@@ -289,6 +289,7 @@ BAD = {
     "no heads": (lambda: (Q[:, :0], K[:, :0], V[:, :0], CU, CU), {}, "SHAPE_INVALID"),
     "slopes": (lambda: (Q, K, V, CU, CU), {"alibi_slopes": torch.ones(3)}, "SHAPE_INVALID"),
     "slopes that are a number": (lambda: (Q, K, V, CU, CU), {"alibi_slopes": 0.5}, "TYPE_INVALID"),
+    "sinks that are a number": (lambda: (Q, K, V, CU, CU), {"sinks": 0.5}, "TYPE_INVALID"),
     "causal": (lambda: (Q, K, V, CU, CU), {"is_causal": "lower"}, "VALUE_INVALID"),
     "scale": (lambda: (Q, K, V, CU, CU), {"scale": float("nan")}, "SCALE_INVALID"),
     "softcap": (lambda: (Q, K, V, CU, CU), {"softcap": -1.0}, "VALUE_INVALID"),

@@ -450,6 +450,7 @@ def test_a_file_that_is_no_database_is_set_aside_at_our_own_place(tmp_path, monk
     db.put([sample()])
     assert len(db) == 1 and len(list(tmp_path.glob("perf.db.corrupt-*"))) == 1
     assert "kept as" in db.problems[0].message
+    assert verify(db) == (1, 0, [str(db.problems[0])])  # what was lost is told, though the fresh file is intact
 
 
 def diary(path):
@@ -463,11 +464,20 @@ def accounts(path, version=0):
         raw.execute(f"PRAGMA user_version = {version}")
 
 
+def barometer(path):
+    """A database of somebody else, with a table that is called as ours is."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as raw:
+        raw.execute("CREATE TABLE measurements (day, hectopascal)")
+
+
 @pytest.mark.fault(10)
 @pytest.mark.parametrize(
     "foreign",
-    [diary, accounts, lambda path: accounts(path, 1), lambda path: accounts(path, 2), lambda p: accounts(p, 99)],
-)
+    [
+        diary, accounts, barometer, lambda path: accounts(path, 1), lambda path: accounts(path, 2),
+        lambda p: accounts(p, 99),
+    ],
+)  # fmt: skip
 def test_a_file_of_something_else_is_neither_moved_nor_changed(tmp_path, foreign):
     path = tmp_path / "notes.db"
     foreign(path)
@@ -492,6 +502,22 @@ def test_a_database_of_a_later_version_is_left_alone_on_disk(tmp_path):
     (kept,) = tmp_path.glob("perf.db.corrupt-*")
     with contextlib.closing(sqlite3.connect(kept)) as raw:
         assert raw.execute("PRAGMA user_version").fetchone() == (99,)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits the size of files")
+def test_a_quota_that_is_spent_costs_nothing_that_was_measured(db):
+    import resource
+
+    db.put([sample()])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (db.path.stat().st_size, before[1]))
+        with pytest.raises(CacheCorruptionError, match="cannot be written") as caught:
+            db.put([sample(bucket=str(number)) for number in range(1000)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "make room" in caught.value.hint and "set aside" not in str(caught.value)
+    assert not list(db.path.parent.glob("*corrupt*")) and PerfDB(db.path).all() == [sample()]
 
 
 def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path):

@@ -157,6 +157,32 @@ def test_verify_prune_export_import_and_merge(swapped, tmp_path):
     run("perfdb", "merge", tmp_path / "none.db", "--database", swapped, code=1)
 
 
+def test_a_database_that_is_none_or_damaged_is_no_empty_one(lab, tmp_path):
+    diary, torn, out = tmp_path / "diary.db", tmp_path / "torn.db", tmp_path / "out.json"
+    diary.write_text("a diary, not a database")
+    for words in (["show"], ["verify"], ["prune"], ["export", out]):
+        error = run("perfdb", *words, "--database", diary, code=1)["error"]
+        assert error["code"] == "PERF_FILE_FOREIGN" and "another file" in error["hint"]
+    run("perfdb", "merge", diary, "--database", tmp_path / "new.db", code=1)
+    run("report", "--perfdb", diary, "--out", tmp_path / "page.html", code=1)
+    assert not out.exists() and diary.read_text() == "a diary, not a database"
+    PerfDB(torn).put(rows_of().values())
+    torn.write_bytes(torn.read_bytes()[:4096])
+    (told,) = run("perfdb", "verify", "--database", torn, code=1)["problems"]
+    assert "malformed" in told and "kept as torn.db.corrupt-" in told
+    assert run("perfdb", "verify", "--database", torn)["intact"] == 0  # the fresh one
+
+
+def test_a_dtype_that_torch_does_not_know_costs_only_its_call(lab, tmp_path):
+    path = tmp_path / "t.json"
+    with lz.record(path):
+        lz.rms_norm(torch.randn(4, 32), torch.ones(32))
+        lz.rms_norm(torch.randn(4, 32).half(), torch.ones(32).half())
+    path.write_text(path.read_text().replace("float16", "floaty"))
+    found = run("tune", path, "--database", tmp_path / "perf.db", "--seconds", "0.02", "--no-compile", code=1)
+    assert found["rows"] > 0 and "unknown dtype 'floaty'" in json.dumps(found)
+
+
 def test_tune_and_solve_from_the_command_line(lab, tmp_path):
     grid = tmp_path / "grid.toml"
     grid.write_text(

@@ -9,11 +9,13 @@ from typing import Any
 
 import importlib_metadata
 import pytest
+from torch import Tensor
 
 from layerzero.errors import PluginError
 from layerzero.model.enums import OpKind, Platform
 from layerzero.model.kernel import KernelSpec
-from layerzero.model.op import OperationSpec
+from layerzero.model.op import Op, OperationSpec
+from layerzero.numerics import tolerance
 from layerzero.plugin import hookimpl, spec, vendor_status
 from layerzero.plugin.discovery import BUILTINS, discover
 from layerzero.plugin.manager import Loaded, PluginRecord, call_hook, load_plugins
@@ -69,6 +71,82 @@ def test_the_installed_entry_points_and_the_built_in_list_agree() -> None:
 def test_the_core_declares_its_built_in_backends_as_a_third_party_would() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["entry-points"][spec.ENTRY_POINT_GROUP] == BUILTINS
+
+
+def formula(x: Tensor, scale: float = 1.0) -> Tensor:
+    return x * scale
+
+
+def by_name(x: Tensor, *, scale: float = 1.0) -> Tensor:
+    return x * scale
+
+
+def many(x: Tensor, *others: Tensor) -> Tensor:
+    return x
+
+
+def any_word(x: Tensor, **others: float) -> Tensor:
+    return x
+
+
+def by_place(x: Tensor, /, scale: float = 1.0) -> Tensor:
+    return x * scale
+
+
+def hidden(x: Tensor, _world: float = 1.0) -> Tensor:
+    return x * _world
+
+
+def described(call: Any) -> Any:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("given", "needed"),
+    [
+        *(
+            ({"op_id": name}, "a name of lowercase")
+            for name in ("my.op", "Mine", "lambda", "1a", "é", "_mine", "x" * 65)
+        ),
+        ({"describe": None}, "a function `describe`"),
+        *(({"function": item}, "parameters that go") for item in (many, any_word, by_place, by_name, hidden)),
+    ],
+    ids=lambda item: getattr(item.get("function"), "__name__", str(item)) if isinstance(item, dict) else item,
+)
+def test_an_op_that_no_public_function_can_be_written_for_is_refused_in_words(
+    given: dict[str, Any], needed: str
+) -> None:
+    op = Op(**{"function": formula, "describe": described, **given})
+    found = record(load(FakeEntryPoint("mine", plugin(ops=[op]))), "mine")
+    assert found.state == "failed" and found.reasons[0].code == "VALUE_INVALID"
+    assert f"op {op.op_id!r}, {op.signature}: it needs {needed}" in found.reasons[0].message
+    assert found.reasons[0].hint.startswith("give it ")
+
+
+def test_parameters_that_go_by_name_need_a_reference_that_takes_them_by_place() -> None:
+    op = Op(function=by_name, describe=described, reference=formula)
+    assert record(load(FakeEntryPoint("mine", plugin(ops=[op]))), "mine").state == "ok"
+
+
+@pytest.mark.parametrize("name", ["attention_lse", "rms_norm_backward", "linear_quantized"])
+def test_an_op_named_like_an_opaque_op_of_another_is_refused(name: str) -> None:
+    op = Op(function=formula, op_id=name, describe=described)
+    loaded = load_plugins([FakeEntryPoint("mine", plugin(ops=[op]))], {}, builtin_ops)
+    (why,) = record(loaded, "mine").reasons
+    assert why.code == "PLUGIN_DUPLICATE" and f"torch.ops.layerzero.{name}" in why.message
+    first, second = (Op(function=formula, op_id=word, describe=described) for word in ("mine_backward", "mine"))
+    loaded = load(FakeEntryPoint("a", plugin(ops=[first])), FakeEntryPoint("b", plugin(ops=[second])))
+    assert "torch.ops.layerzero.mine_backward" in record(loaded, "b").reasons[0].message
+
+
+def test_a_plugin_that_is_refused_leaves_no_tolerance_behind() -> None:
+    before = tolerance("rms_norm", "float32")
+    op = Op(function=formula, op_id="rms_norm", describe=described, tolerance="exact")
+    loaded = load_plugins([FakeEntryPoint("mine", plugin(ops=[op]))], {}, builtin_ops)
+    assert record(loaded, "mine").state == "failed" and tolerance("rms_norm", "float32") == before
+    loose = Op(function=formula, op_id="mine", describe=described, tolerance="loose")
+    (why,) = record(load(FakeEntryPoint("mine", plugin(ops=[loose]))), "mine").reasons
+    assert "no row 'loose' in the tolerance table" in why.message
 
 
 def test_a_plugin_may_bring_an_op_of_its_own() -> None:

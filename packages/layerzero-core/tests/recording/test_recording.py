@@ -133,6 +133,15 @@ def test_a_damaged_file_is_one_clear_error_and_is_set_aside(tmp_path, damage):
     assert [item.read_text() for item in tmp_path.glob("traffic.json.corrupt-*")] == [damage]
 
 
+def test_calls_of_a_device_that_is_not_here_name_those_that_are(tmp_path):
+    ctx = lz.select("rms_norm", torch.randn(2, 8), torch.randn(8)).context
+    save(Traffic((Recorded(ctx),)), tmp_path / "t.json")
+    (tmp_path / "t.json").write_text((tmp_path / "t.json").read_text().replace('"cpu"', '"xpu"'))
+    with pytest.raises(ConfigurationError, match=r"calls\[0\]: device xpu:0 is not") as caught:
+        load(tmp_path / "t.json")
+    assert "cpu" in caught.value.hint and "None" not in str(caught.value)
+
+
 def test_every_kind_of_context_survives_the_file(tmp_path):
     q = torch.randn(1, 4, 8, 16, requires_grad=True)
     k = torch.randn(1, 2, 8, 16)

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 import layerzero as lz
 from layerzero._ops.signature import PUBLIC, public_form
 from layerzero.model.op import Op
+from layerzero.op_tables import LATE_OPS
 from layerzero.runtime.current import opaque_ops
-from layerzero.runtime.late_ops import LATE_OPS
 from layerzero.torch_ops import adopt, library
 from layerzero.torch_ops.declared import opaque_of
 from layerzero.torch_ops.functions import functions

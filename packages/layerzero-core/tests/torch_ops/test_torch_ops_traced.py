@@ -11,7 +11,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 import layerzero as lz
 from layerzero._ops.signature import PUBLIC
-from layerzero.runtime.late_ops import LATE_OPS
+from layerzero.op_tables import LATE_OPS
 from layerzero.torch_ops.functions import functions
 
 

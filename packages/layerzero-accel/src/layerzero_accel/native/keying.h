@@ -220,6 +220,8 @@ static int write_bucketed(const Op *op, const Call *c, const Table *table, Key *
     if (!op->bucketed || table->edges == NULL || c->values[3] != Py_None)
         return 0;
     PyObject *layout = c->values[op->layout];
+    if (TYPE(layout) != &PyUnicode_Type)
+        return 0; /* None, a flag or a dtype: Python refuses it */
     return bucketed_key(out, &c->views[0], &c->views[1], &c->views[2],
                         layout == torch.sequence_first || PyUnicode_CompareWithASCIIString(layout, "BSHD") == 0,
                         c->key.words, c->rest, table->edges, table->edge_count);

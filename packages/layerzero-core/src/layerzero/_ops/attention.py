@@ -174,24 +174,21 @@ def attention(
         hot_key = bound = None
         world = current_world()
     if bound is not None and (bound.guard is None or bound.guard()):
+        sides: Any = window
         try:
-            if window is None and softcap is None and dropout_p == 0.0:
+            if window is not None or softcap is not None or dropout_p != 0.0:
+                # The values of these are not in the key, so they are checked at each call.
+                dropout_p = plain_number(dropout_p)
+                check_dropout(dropout_p)
+                check_softcap(softcap)
+                sides = parse_window(window)
+                if dropout_p == 1.0:  # what is left of it is not for every kernel that drops some
+                    bound = None
+            if bound is not None:
                 return bound.run(
-                    query, key, value, attn_mask, dropout_p, is_causal, scale, window, softcap, alibi_slopes, return_lse
+                    query, key, value, attn_mask, dropout_p, is_causal, scale, sides, softcap, alibi_slopes, return_lse
                 )
-            # The values of these are not in the key, so they are checked at each call.
-            dropout_p = plain_number(dropout_p)
-            check_dropout(dropout_p)
-            check_softcap(softcap)
-            sides = parse_window(window)
-            if dropout_p == 1.0:  # what is left of it is not for every kernel that drops some
-                given = (query, key, value, attn_mask, 1.0, is_causal, scale, window, softcap, alibi_slopes, return_lse)
-                return _cold(None, given, layout, backend)
-            return bound.run(
-                query, key, value, attn_mask, dropout_p, is_causal, scale, sides, softcap, alibi_slopes, return_lse
-            )
         except Exception as error:
-            sides = parse_window(window)
             args = (query, key, value, attn_mask, dropout_p, is_causal, scale, sides, softcap, alibi_slopes, return_lse)
             return recover(ATTENTION, world, bound, args, layout, backend, error)
     given = (query, key, value, attn_mask, dropout_p, is_causal, scale, window, softcap, alibi_slopes, return_lse)
@@ -210,9 +207,9 @@ def _seen(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> Any:
 
 def _cold(hot_key: Any, given: tuple[Any, ...], layout: str, backend: str | None) -> Any:
     """A call that is new here: check what the key could not, then select."""
-    query, key, value, attn_mask, dropout_p, is_causal, scale, window, softcap, alibi_slopes, return_lse, *rest = given
+    query, key, value, attn_mask, dropout_p = given[:5]
+    named = dict(zip(ATTENTION.arguments, given, strict=False)) | {"layout": layout, "backend": backend}
     if not isinstance(query, Tensor) and (proxy := fx_proxy((query, key, value))) is not None:
-        named = dict(zip(ATTENTION.arguments, given, strict=False)) | {"layout": layout, "backend": backend}
         return fx_node(proxy, PUBLIC["attention"], named)
     for name, item in (("query", query), ("key", key), ("value", value)):
         expect_tensor(item, name)
@@ -221,20 +218,12 @@ def _cold(hot_key: Any, given: tuple[Any, ...], layout: str, backend: str | None
         from layerzero.torch_ops.attention import nested_attention
 
         return nested_attention(varlen_attention, given, layout, backend)
-    if type(attn_mask).__name__ == "CausalBias":
-        hot_key = None  # it shares its key with every bias of its shape, whatever its alignment
-        attn_mask, is_causal = _causal_bias(attn_mask, is_causal, query, key, layout)
-    sides = parse_window(window)
-    if not isinstance(dropout_p, (int, float)):
-        hot_key, dropout_p = None, plain_number(dropout_p)  # a tensor's key would never be met again
-    if dropout_p == 1.0:
-        hot_key = None  # it shares its key with every other dropout
-    last = (sides, softcap, alibi_slopes, return_lse, *rest)
-    args = ATTENTION.shorten((query, key, value, attn_mask, dropout_p, is_causal, scale, *last))
-    if isinstance(attn_mask, MASK_VALUES) or len(args) > 11:
+    args = ATTENTION.shorten(_canonical({"sinks": None, **named}))
+    if isinstance(args[3], MASK_VALUES) or len(args) > 11:
         return _by_generic_key(args, layout, backend)
     world = current_world()
-    if hot_key is None:
+    # A CausalBias shares its key with all of its shape, a dropout of 1 with all others; that of a tensor comes once.
+    if hot_key is None or args[3] is not attn_mask or args[4] is not dropout_p or dropout_p == 1.0:
         return miss(ATTENTION, world, None, args, layout, backend)
     remember_edges(world)
     return miss(ATTENTION, world, hot_key, args, layout, backend, bucketed_key(world, hot_key))

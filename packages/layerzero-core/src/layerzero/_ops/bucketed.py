@@ -7,11 +7,14 @@ the same bound kernel, because a decision holds for the whole bucket (`layerzero
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from layerzero.dispatch.hot import key_of
 from layerzero.model.describe import stride_class_of
 
 if TYPE_CHECKING:
+    from layerzero.model.op import Op
     from layerzero.selection.world import World
 
 _EDGES = "attention edges"
@@ -39,6 +42,24 @@ def buckets_of(world: World, op: str, sizes: tuple[int, ...], *axes: str) -> tup
     return tuple(
         [size if edges is None else bisect_left(edges, size) for edges, size in zip(found, sizes, strict=True)]
     )
+
+
+def batch_key(
+    op: Op, lengths_of: Callable[..., tuple[tuple[int, ...], Any]], *first: str
+) -> Callable[..., tuple[Any, ...]]:
+    """The key of an op over a batch of sequences: what follows from its arguments, and the buckets of the lengths.
+
+    So a decode loop stays hot while its contexts grow. `lengths_of` takes the canonical arguments, refuses what no key
+    tells, and gives the sizes of the op's growing axes, in order, and what else the key has to hold. `first` are the
+    kinds of the first arguments where the op's own would not do (`hot.key_of`).
+    """
+
+    def key(world: World, args: tuple[Any, ...], backend: str | None, more: Any = None) -> tuple[Any, ...]:
+        lengths, beside = lengths_of(*args)
+        buckets = buckets_of(world, op.op_id, lengths, *op.growing)
+        return key_of(op, len(args), first)(*args, None, backend), buckets, beside, more
+
+    return key
 
 
 def bucketed_key(world: World, key: tuple[Any, ...]) -> tuple[Any, ...] | None:

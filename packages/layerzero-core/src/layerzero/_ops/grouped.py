@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 
-from layerzero._ops.bucketed import buckets_of
+from layerzero._ops.bucketed import batch_key
 from layerzero._ops.signature import declare, keyed
-from layerzero.dispatch.hot import describe_tensor, mode_key
 from layerzero.errors import invalid
 from layerzero.model.checks import context_of, expect_heads, expect_rank
 from layerzero.model.context import Context
@@ -101,28 +99,8 @@ def _planned(batch: Any, cu_seqlens_k: Any, kv_lens: Any) -> GroupedBatch:
     return make_grouped_batch(batch, cu_seqlens_k, kv_lens)
 
 
-def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
-    """Tensors by metadata; lengths enter as buckets, since a decision holds for a whole bucket."""
-    query, key, value, batch, causal, _, return_lse = args
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        return None
-    # The key stands for a call that was checked: these two depend on lengths, which are not in it.
-    if query.shape[0] != batch.total_q or key.shape[0] != batch.total_k or not isinstance(causal, bool):
-        return None
-    lengths = (batch.max_query_len, batch.max_kv_len)
-    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    return (
-        "grouped_attention",
-        describe_tensor(query),
-        describe_tensor(key),
-        describe_tensor(value),
-        batch.hot_key(),
-        buckets_of(world, "grouped_attention", lengths, "seq_len_q", "seq_len_k"),
-        causal,
-        return_lse,
-        backend,
-        mode_key(grad),
-    )
+def _lengths(query: Any, key: Any, value: Any, batch: GroupedBatch, *rest: Any) -> tuple[Any, Any]:
+    return (batch.max_query_len, batch.max_kv_len), (batch.total_q, batch.total_k)
 
 
 def _describe(call: Call) -> Context:
@@ -203,3 +181,5 @@ GROUPED_ATTENTION = declare(
     autocast=True,
     canonical=_canonical,
 )
+
+_key = batch_key(GROUPED_ATTENTION, _lengths)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 
-from layerzero._ops.bucketed import buckets_of
+from layerzero._ops.bucketed import batch_key
 from layerzero._ops.paged import check_pages
 from layerzero._ops.signature import declare, keyed
-from layerzero.dispatch.hot import describe_tensor, mode_key
 from layerzero.errors import invalid
 from layerzero.model.checks import context_of, expect_rank
 from layerzero.model.context import Context
@@ -75,25 +73,10 @@ def _expect_batch(batch: Any) -> None:
         raise invalid("TYPE_INVALID", f"batch: {type(batch).__name__}", "a PagedBatch, made by lz.paged_batch")
 
 
-def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
-    """Lengths enter as buckets, so a decode loop stays hot while its contexts grow."""
-    tensors, batch, scale, return_lse = args[:4], *args[4:]
+def _lengths(q_nope: Any, q_pe: Any, ckv_cache: Any, kpe_cache: Any, batch: Any, *rest: Any) -> tuple[Any, int]:
     _expect_batch(batch)
-    check_pages(args[2], batch, 3, 1)
-    if scale is None or not all(isinstance(item, Tensor) for item in tensors):
-        return None
-    lengths = (batch.max_query_len, batch.max_context_len)
-    grad = torch.is_grad_enabled() and any(item.requires_grad for item in tensors)
-    return (
-        "mla_paged_attention",
-        *(describe_tensor(item) for item in tensors),
-        batch.hot_key(),
-        batch.total_q,
-        buckets_of(world, "mla_paged_attention", lengths, "seq_len_q", "seq_len_k"),
-        return_lse,
-        backend,
-        mode_key(grad),
-    )
+    check_pages(ckv_cache, batch, 3, 1)
+    return (batch.max_query_len, batch.max_context_len), batch.total_q
 
 
 def _describe(call: Call) -> Context:
@@ -186,3 +169,5 @@ MLA_PAGED_ATTENTION = declare(
     tolerance="attention",
     growing=("seq_len_q", "seq_len_k"),
 )
+
+_key = batch_key(MLA_PAGED_ATTENTION, _lengths)

@@ -187,7 +187,7 @@ def _whole(value: Any, name: str, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise invalid("TYPE_INVALID", f"{name}: {type(value).__name__}", "an int")
     if not low <= value <= high:
-        raise invalid("VALUE_INVALID", f"{name}={value}", f"{low} to {high}", f"{name} is {value}")
+        raise invalid("VALUE_INVALID", f"{name}={value}", f"{low} to {high}", f"{name}={value}")
 
 
 def _describe_gate(call: Call) -> Context:

@@ -6,13 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 
-from layerzero._ops.bucketed import buckets_of
+from layerzero._ops.bucketed import batch_key
 from layerzero._ops.signature import declare, keyed
 from layerzero.dispatch import modes
-from layerzero.dispatch.hot import describe_tensor, mode_key, needs_grad, part
+from layerzero.dispatch.hot import needs_grad
 from layerzero.errors import invalid
 from layerzero.model.checks import context_of, expect_rank, expect_tensor
 from layerzero.model.context import Context
@@ -163,40 +162,13 @@ def _check_index_dtypes(batch: PagedBatch) -> None:
     words = {"block_tables": batch.block_tables, "context_lens": batch.context_lens, "query_lens": batch.query_lens}
     found = {name: dtype_name(tensor) for name, tensor in words.items() if tensor is not None}
     shown = ", ".join(f"{name} {word}" for name, word in found.items())
-    raise invalid("BLOCK_TABLE_DTYPE", shown, "one of int32, int64", "the metadata has different dtypes")
+    raise invalid("BLOCK_TABLE_DTYPE", shown, "one of int32, int64", f"the metadata has different dtypes: {shown}")
 
 
-def _key(world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
-    """Lengths enter as buckets, so a decode loop stays hot while its contexts grow."""
-    query, key_cache, value_cache, batch, _, window, softcap, slopes, return_lse, layout, *last = args
+def _lengths(query: Any, key_cache: Any, value_cache: Any, batch: PagedBatch, *rest: Any) -> tuple[Any, int]:
     _check_index_dtypes(batch)
-    check_pages(key_cache, batch, 4, _TOKENS.get(layout))
-    if not (isinstance(query, Tensor) and isinstance(key_cache, Tensor) and isinstance(value_cache, Tensor)):
-        return None
-    lengths = (batch.max_query_len, batch.max_context_len)
-    grad = torch.is_grad_enabled() and (
-        query.requires_grad
-        or key_cache.requires_grad
-        or value_cache.requires_grad
-        or any(map(needs_grad, (slopes, *last)))
-    )
-    return (
-        "paged_attention",
-        describe_tensor(query),
-        describe_tensor(key_cache),
-        describe_tensor(value_cache),
-        batch.hot_key(),
-        batch.total_q,
-        buckets_of(world, "paged_attention", lengths, "seq_len_q", "seq_len_k"),
-        window,
-        softcap is None,
-        None if slopes is None else describe_tensor(slopes),
-        return_lse,
-        layout,
-        *map(part, last),
-        backend,
-        mode_key(grad),
-    )
+    check_pages(key_cache, batch, 4, _TOKENS.get(rest[5]))
+    return (batch.max_query_len, batch.max_context_len), batch.total_q
 
 
 def _describe(call: Call) -> Context:
@@ -205,8 +177,6 @@ def _describe(call: Call) -> Context:
     sinks, is_causal, k_scale, v_scale = last
     for name, item, rank in (("query", query, 3), ("key_cache", key_cache, 4), ("value_cache", value_cache, 4)):
         expect_rank(item, name, (rank,))
-    if slopes is not None:
-        expect_tensor(slopes, "alibi_slopes")
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     check_devices(
         query=query, key_cache=key_cache, value_cache=value_cache, block_tables=batch.block_tables, alibi_slopes=slopes,
@@ -319,3 +289,5 @@ PAGED_ATTENTION = declare(
     growing=("seq_len_q", "seq_len_k"),
     canonical=_canonical,
 )  # fmt: skip
+
+_key = batch_key(PAGED_ATTENTION, _lengths)

@@ -95,7 +95,8 @@ def rotary_context(
     if k is not None:
         expect_rank(k, "k", (4,))
         if k.shape[3] != dim or k.shape[seq_axis] != seq or k.shape[0] != batch:
-            raise invalid("SHAPE_INVALID", str(tuple(k.shape)), str(tuple(q.shape)), "q and k disagree")
+            ours, theirs = str(tuple(q.shape)), str(tuple(k.shape))
+            raise invalid("SHAPE_INVALID", theirs, ours, f"q {ours} and k {theirs} may differ in their heads only")
     batched = cos.ndim == 3
     if tuple(cos.shape) != tuple(sin.shape) or cos.ndim not in (2, 3) or (batched and cos.shape[0] not in (1, batch)):
         tables = f"of cos and sin, {tuple(cos.shape)} and {tuple(sin.shape)},"
@@ -104,7 +105,8 @@ def rotary_context(
     if rotary > dim or rotary % 2 or rotary == 0:
         raise invalid("SHAPE_INVALID", rotary, f"an even rotary width up to {dim}", "the tables are too wide")
     if position_ids is None and cos.shape[-2] < seq:
-        raise invalid("SEQ_LEN_TOO_LONG", seq, cos.shape[-2], "the tables are too short")
+        rows, hint = cos.shape[-2], "make longer tables: lz.rope_tables(rotary_dim, length)"
+        raise invalid("SEQ_LEN_TOO_LONG", seq, rows, f"{seq} tokens, but cos and sin have {rows} rows", hint)
     if position_ids is not None:
         _check_positions(position_ids, batch, seq, cos.shape[-2])
     if inplace and any(t is not None and _overlaps(t) for t in (q, k)):

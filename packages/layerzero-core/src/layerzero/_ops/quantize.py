@@ -59,7 +59,7 @@ def _describe_quantize(call: Call) -> Context:
     x, scheme = call.args
     x = expect_tensor(x, "x")
     if x.ndim == 0:
-        raise invalid("RANK_INVALID", 0, "1 or more", "x has no axis to scale along")
+        raise invalid("RANK_INVALID", 0, "1 or more", "x has rank 0 and no axis to scale along")
     scheme.scales_for(tuple(x.shape))
     width = x.shape[-1]
     dims = {"rows": x.numel() // width if width else 0, "hidden": width}

@@ -1,8 +1,8 @@
 """What every public op has in common: its spec, its function, and how a public call becomes canonical arguments.
 
 The public function of a plugin's op that is declared by its formula is written here, from the op's signature, as
-`lz.rms_norm` is by hand: the key of a call written out, one look-up, run. A call that cannot be keyed so (an object,
-something that is no tensor) takes the generic way, which says what is wrong with it.
+`lz.rms_norm` is by hand: the key of a call written out, one look-up, run; its own names begin with an underscore. A
+call that cannot be keyed so (an object, no tensor) takes the generic way, which says what is wrong with it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ParamSpec
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,13 +23,10 @@ from layerzero.dispatch.hot import aside, before_dispatch, generic_key, key_of, 
 from layerzero.dispatch.late import current_world, miss, recover, seen
 from layerzero.errors import InvalidInputError, UnknownNameError, invalid
 from layerzero.model.op import Op, OperationSpec
-from layerzero.op_tables import OP_TABLES
+from layerzero.op_tables import LATE_OPS, OP_TABLES
 from layerzero.runtime.current import builtin_ops, now, scope
-from layerzero.runtime.late_ops import LATE_OPS
 from layerzero.torch_ops import adopt
 from layerzero.torch_ops.functions import functions
-
-P = ParamSpec("P")
 
 _scope = scope.get
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -39,19 +36,16 @@ PUBLIC = builtin_ops
 OP_TABLES.append(PUBLIC)
 
 
-def _declared(make: Callable[P, Op]) -> Callable[P, Op]:
-    def declare(*args: P.args, **fields: P.kwargs) -> Op:
-        op = make(*args, **fields)
-        PUBLIC[op.op_id] = op
-        if op.op_id in LATE_OPS and "layerzero.dispatch.accel" in sys.modules:
-            _accelerate(op)
-        return op
-
-    return declare
+def _declare(**fields: Any) -> Op:
+    op = Op(**fields)
+    PUBLIC[op.op_id] = op
+    if op.op_id in LATE_OPS and "layerzero.dispatch.accel" in sys.modules:
+        _accelerate(op)
+    return op
 
 
 # An op of the core, known to the runtime, to explain and to plan from here on; one that comes late with its C form.
-declare = _declared(Op)
+declare = cast("type[Op]", _declare)
 
 
 def _accelerate(op: Op) -> None:
@@ -68,8 +62,9 @@ def public_op(name: str) -> Op:
         import difflib
 
         names = sorted({*PUBLIC, *current_world().ops})
-        near = difflib.get_close_matches(str(name), names, 3) or names
-        raise UnknownNameError(f"unknown op {name!r}", code="OP_UNKNOWN", value=str(name), limit=", ".join(near))
+        near = difflib.get_close_matches(str(name), names, 3)
+        hint, limit = None if near else f"use one of: {', '.join(names)}", ", ".join(near or names)
+        raise UnknownNameError(f"unknown op {name!r}", code="OP_UNKNOWN", value=str(name), limit=limit, hint=hint)
     return found
 
 
@@ -184,24 +179,24 @@ _TEMPLATE = """\
 def {name}({declared}):
     if (
         _dispatch_modes()
-        or forward_ad._current_level >= 0
-        or profiler._is_profiler_enabled
-        or (_function_modes() and before_dispatch())
-    ) and not aside.quiet:
-        return seen(OP, {args}, None, backend, functools.partial({name}, {again}))
+        or _forward_ad._current_level >= 0
+        or _profiler._is_profiler_enabled
+        or (_function_modes() and _before_dispatch())
+    ) and not _aside.quiet:
+        return _seen(_OP, {args}, None, backend, _functools.partial(_again, {again}))
     try:
-        hot_key = {key}
-        active = _scope()
-        world = now.world if active is None else active.world()
-        bound = world.hot.get(hot_key)
+        _key = {key}
+        _active = _scope()
+        _world = _now.world if _active is None else _active.world()
+        _bound = _world.hot.get(_key)
     except (AttributeError, TypeError, RuntimeError, ValueError):
-        return dispatch(OP, {args}, backend=backend)
-    if bound is not None and (bound.guard is None or bound.guard()):
+        return _dispatch(_OP, {args}, backend=backend)
+    if _bound is not None and (_bound.guard is None or _bound.guard()):
         try:
-            return bound.run{args}
-        except Exception as error:
-            return recover(OP, world, bound, {args}, None, backend, error)
-    return miss(OP, current_world(), hot_key, {args}, None, backend)
+            return _bound.run{args}
+        except Exception as _error:
+            return _recover(_OP, _world, _bound, {args}, None, backend, _error)
+    return _miss(_OP, _current_world(), _key, {args}, None, backend)
 
 """
 
@@ -226,23 +221,16 @@ def public_form(op: Op) -> Op:
         return op
     parameters = op.signature.parameters
     backend = inspect.Parameter("backend", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None")
-    space: dict[str, Any] = {
-        **vars(hot),
-        **_SPACE,
-        "__name__": "layerzero.ops",
-        "DEFAULTS": op.parameters_written()[1],
-    }
-    exec(compile(_source(op), f"<layerzero.ops.{op.op_id}>", "exec"), space)
-    function: Callable[..., Any] = space[op.op_id]
+    space = {**vars(hot), **_SPACE, "__name__": "layerzero.ops", "DEFAULTS": op.parameters_written()[1]}
+    made: dict[str, Any] = {}  # apart from what the function calls: an op may be named like any of it
+    exec(compile(_source(op), f"<layerzero.ops.{op.op_id}>", "exec"), space, made)
+    function: Callable[..., Any] = made[op.op_id]
+    space["_again"] = function
     function.__doc__ = inspect.getdoc(op.function)
     function.__signature__ = op.signature.replace(parameters=(*parameters.values(), backend))  # type: ignore[attr-defined]
-    made = space["OP"] = replace(op, function=function)
-    return made
+    space["_OP"] = replace(op, function=function)
+    return space["_OP"]  # type: ignore[no-any-return]
 
 
-_SPACE: dict[str, Any] = {
-    "_scope": scope.get,
-    **{item.__name__: item for item in (current_world, dispatch, miss, recover, seen)},
-    "functools": functools,
-    "now": now,
-}
+_SPACE: dict[str, Any] = {f"_{name}": item for name, item in vars().copy().items() if not name.startswith("_")}
+_SPACE |= {"_scope": scope.get}

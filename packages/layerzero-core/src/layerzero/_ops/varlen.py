@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from layerzero._ops.bucketed import buckets_of
+from layerzero._ops.bucketed import batch_key
 from layerzero._ops.signature import declare, keyed
 from layerzero.dispatch import modes
-from layerzero.dispatch.hot import describe_tensor, mode_key, needs_grad, part
+from layerzero.dispatch.hot import Unkeyed
 from layerzero.errors import invalid
-from layerzero.model.checks import context_of, expect_heads, expect_index, expect_rank, expect_tensor
+from layerzero.model.checks import context_of, expect_heads, expect_index, expect_rank
 from layerzero.model.context import Context
 from layerzero.model.cost import Roofline
 from layerzero.model.describe import (
@@ -34,7 +34,6 @@ from layerzero.model.op import Call
 from layerzero.model.shapes import with_lse
 
 _PLAIN = (Tensor, Parameter)
-_GROWING = ("batch", "tokens", "tokens_k", "seq_len_q", "seq_len_k")
 
 
 @overload
@@ -100,7 +99,7 @@ def varlen_attention(
         alibi_slopes, return_lse, sinks,
     )  # fmt: skip
     args = VARLEN_ATTENTION.shorten(args)
-    return keyed(VARLEN_ATTENTION, functools.partial(_key, equal), args, None, backend)
+    return keyed(VARLEN_ATTENTION, functools.partial(_key, more=equal), args, None, backend)
 
 
 def _lengths(
@@ -162,34 +161,11 @@ def _checked(offsets: list[int], name: str, packed: Tensor, bound: int | None) -
     return longest if bound is None else bound
 
 
-def _key(equal: bool, world: Any, args: tuple[Any, ...], backend: str | None) -> Any:
-    """Lengths and token counts enter as buckets, so that changing batches stay hot."""
-    query, key, value, cu_q, cu_k, max_q, max_k, is_causal, _, window, softcap, slopes, return_lse, *last = args
+def _sizes(query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any, *rest: Any) -> Any:
     if max_q is None or max_k is None:
-        return None
+        raise Unkeyed("lengths that only the device knows have no key")
     sizes = (cu_q.shape[0] - 1, query.shape[0], key.shape[0], max_q, max_k)
-    grad = torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad or any(map(needs_grad, (slopes, *last)))
-    )
-    return (
-        "varlen_attention",
-        *[(type(t), t.shape[1:], t.dtype, t.is_cpu or ~t.get_device(), t.is_contiguous() or t.stride())
-          for t in (query, key, value)],
-        value.shape[0] == key.shape[0],
-        *[(type(t), t.dtype, t.ndim, t.is_cpu or ~t.get_device(), t.is_contiguous()) for t in (cu_q, cu_k)],
-        cu_q.shape == cu_k.shape,
-        buckets_of(world, "varlen_attention", sizes, *_GROWING),
-        equal,
-        # 1 == True, but only True itself is a flag; anything else is checked on the cold path.
-        is_causal is True or (is_causal is not False and (is_causal,)),
-        window,
-        softcap is None,
-        None if slopes is None else describe_tensor(slopes),
-        return_lse,
-        *map(part, last),
-        backend,
-        mode_key(grad),
-    )  # fmt: skip
+    return sizes, (value.shape[0] == key.shape[0], cu_q.shape == cu_k.shape)
 
 
 def _describe(call: Call) -> Context:
@@ -199,8 +175,6 @@ def _describe(call: Call) -> Context:
         ("query", query, 3), ("key", key, 3), ("value", value, 3), ("cu_seqlens_q", cu_q, 1), ("cu_seqlens_k", cu_k, 1),
     ):  # fmt: skip
         expect_rank(item, name, (rank,))
-    if slopes is not None:
-        expect_tensor(slopes, "alibi_slopes")
     check_devices(
         query=query, key=key, value=value, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, alibi_slopes=slopes, sinks=sinks
     )
@@ -292,7 +266,9 @@ VARLEN_ATTENTION = declare(
     options=("context", "causal", "window", "softcap", "lse", "alibi", "sinks",),
     example="layerzero._ops.examples_attention:varlen",
     tolerance="attention",
-    growing=_GROWING,
+    growing=("batch", "tokens", "tokens_k", "seq_len_q", "seq_len_k"),
     autocast=True,
     canonical=_canonical,
 )  # fmt: skip
+
+_key = batch_key(VARLEN_ATTENTION, _sizes, "packed", "packed", "packed", "offsets", "offsets")

@@ -52,8 +52,8 @@ def host_bytes(field: str, pages: str, meminfo: str | None = None) -> int | None
         return None
 
 
-def text_of(path: str) -> str:
-    """A file of the system; empty where there is none."""
+def text_of(path: str | os.PathLike[str]) -> str:
+    """A file of the system; empty where it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -288,22 +288,5 @@ class DeviceSpec(Plain):
         }
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-compatible dict with the signature beside the fields; `from_json` gives back an equal spec."""
+        """A JSON-compatible dict with the signature beside the fields; it is not read back but computed again."""
         return super().to_json() | {"backend_versions": dict(self.backend_versions), "signature": self.signature}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> DeviceSpec:
-        """The inverse of `to_json`; a stored signature is not trusted but computed again."""
-        known = {field.name for field in fields(cls)}
-        given = {key: value for key, value in data.items() if key in known}
-        return cls(**{key: _READ[key](value) if key in _READ else value for key, value in given.items()})
-
-
-_READ: dict[str, Callable[[Any], Any]] = {
-    "platform": Platform,
-    "gpu_generation": GPUGeneration.__getitem__,
-    "instruction_families": lambda words: frozenset(map(InstructionFamily, words)),
-    "cpu_features": frozenset,
-    "backend_versions": lambda named: tuple(dict(named).items()),
-    "max_grid": lambda sizes: (sizes[0], sizes[1], sizes[2]),
-}

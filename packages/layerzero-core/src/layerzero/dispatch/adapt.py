@@ -18,6 +18,7 @@ from layerzero.model.context import Context
 from layerzero.model.folding import fold, unfold
 from layerzero.model.kv_cache import pages_in_use
 from layerzero.model.masks import dense_mask
+from layerzero.runtime.current import builtin_ops
 
 Step = Callable[[list[Any]], None]
 Finish = Callable[[Any], Any]
@@ -26,13 +27,6 @@ _QKV_FIRST = frozenset({"attention", "varlen_attention"})
 _QUERY, _KEY, _VALUE, _MASK, _DROPOUT, _CAUSAL, _SCALE, _WINDOW, _SOFTCAP, _ALIBI, _LSE = range(11)
 _KEYS, _VALUES, _BATCH, _PAGE_SCALE, _PAGE_LAYOUT = 1, 2, 3, 4, 9  # of the canonical arguments of paged_attention
 _K_SCALE, _V_SCALE = 12, 13
-# Where return_lse stands, and the arguments that are left out where they have these defaults, the first of them sinks.
-_LSE_OF = {"attention": _LSE, "varlen_attention": 12, "paged_attention": 8}
-_TRAILING = {
-    "attention": (11, (None,)),
-    "varlen_attention": (13, (None,)),
-    "paged_attention": (10, (None, True, None, None)),
-}
 
 
 def adapt(fn: Callable[..., Any], ctx: Context, names: list[str], follow_autocast: bool) -> Callable[..., Any]:
@@ -71,9 +65,8 @@ def adapt(fn: Callable[..., Any], ctx: Context, names: list[str], follow_autocas
     return _composed(fn, tuple(before), tuple(reversed(after)), ctx)
 
 
-def _without(values: list[Any], op: str, *places: int) -> list[Any]:
-    """The arguments with defaults in these places, where they may be left out."""
-    first, defaults = _TRAILING[op]
+def _without(values: list[Any], defaults: tuple[Any, ...], first: int, *places: int) -> list[Any]:
+    """The arguments with defaults in these places, where they may be left out: those of an op from its `first` on."""
     for place in places:
         if place < len(values):
             values[place] = defaults[place - first]
@@ -84,12 +77,13 @@ def _without(values: list[Any], op: str, *places: int) -> list[Any]:
 
 def _rescaled(fn: Callable[..., Any], op: str, bshd: bool) -> Callable[..., Any]:
     """Attention with sinks by a kernel that has none: what it gives shrinks by the share of the sink."""
-    lse_at, (at, _) = _LSE_OF[op], _TRAILING[op]
+    spec = builtin_ops[op]
+    defaults, lse_at, at = spec.defaults, spec.arguments.index("return_lse"), spec.arguments.index("sinks")
 
     def run(*args: Any) -> Any:
         values, return_lse, sinks = list(args), args[lse_at], args[at]
         values[lse_at] = True
-        out, lse = fn(*_without(values, op, at))
+        out, lse = fn(*_without(values, defaults, at, at))
         beside = sinks.to(lse.dtype)
         if op == "attention":
             beside = beside[:, None]
@@ -103,6 +97,7 @@ def _rescaled(fn: Callable[..., Any], op: str, bshd: bool) -> Callable[..., Any]
 
 def _scaled_around(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Paged attention over scaled caches by a kernel that takes no scales: (q k) s = (q s) k, and w (v s) = (w v) s."""
+    defaults, first = builtin_ops["paged_attention"].defaults, builtin_ops["paged_attention"].arguments.index("sinks")
 
     def run(*args: Any) -> Any:
         values = list(args)
@@ -116,7 +111,7 @@ def _scaled_around(fn: Callable[..., Any]) -> Callable[..., Any]:
         elif k_scale is not None:
             own = values[_PAGE_SCALE]
             values[_PAGE_SCALE] = k_scale * (query.shape[2] ** -0.5 if own is None else own)
-        found = fn(*_without(values, "paged_attention", _K_SCALE, _V_SCALE))
+        found = fn(*_without(values, defaults, first, _K_SCALE, _V_SCALE))
         if v_scale is None:
             return found
         out = found[0] if isinstance(found, tuple) else found

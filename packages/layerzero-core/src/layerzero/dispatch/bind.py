@@ -26,6 +26,7 @@ from layerzero.errors import (
     from_outside,
     import_reason,
     importing,
+    invalid,
 )
 from layerzero.forking import fresh_lock
 from layerzero.model.decision import Decision, ExecutionPlan
@@ -163,7 +164,7 @@ def bind(
 
         run = compiling(run, kernel, decision.context, world)
     if world.policy.breaker.deadline_s is not None:
-        from layerzero.runtime.watchdog import watchdog
+        from layerzero.runtime.timers import watchdog
 
         run = watchdog.watched(run, kernel, world.policy.breaker.deadline_s)
     if decision.shadow and not rng and plan.kernel_id == decision.chosen:
@@ -226,12 +227,8 @@ def _aligned(run: Callable[..., Any], bytes_: int) -> Callable[..., Any]:
 
 def twice_in_place() -> InvalidInputError:
     """The error for two arguments that lie in the same memory and would both be written."""
-    return InvalidInputError(
-        "q and k share memory, so both cannot be rotated in place",
-        code="INPLACE_UNSUPPORTED",
-        value="q and k share memory",
-        limit="tensors that lie apart",
-    )
+    told = "q and k share memory, so both cannot be rotated in place"
+    return invalid("INPLACE_UNSUPPORTED", "q and k share memory", "tensors that lie apart", told)
 
 
 def _apart(run: Callable[..., Any]) -> Callable[..., Any]:

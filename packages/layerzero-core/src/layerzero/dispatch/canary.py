@@ -19,7 +19,7 @@ from torch import Tensor
 
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import Bound, bind
-from layerzero.dispatch.failover import lost_device
+from layerzero.dispatch.failover import excuse
 from layerzero.errors import from_outside
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision
@@ -69,11 +69,10 @@ def shadowed(run: Callable[..., Any], spec: OperationSpec, decision: Decision, w
                 truth = bind(spec, decision, world, spec.fallback_id).run(*given)
                 return _differs(mine, truth, decision.context)
         except Exception as error:
-            if from_outside(error):
+            if canary:
+                excuse(canary[0], args, error)  # a device that is gone is so for the kernel in charge as well
+            elif from_outside(error):
                 raise
-            lost = lost_device(canary[0], modes.tensors_of(args), error) if canary else None
-            if lost is not None:
-                raise lost from error  # the device is gone for the kernel in charge as well
             return str(reason("KERNEL_RAISED", f"{type(error).__name__}: {error}"[:300]))
 
     def beside(*args: Any) -> Any:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from layerzero.dispatch import modes
 from layerzero.errors import (
     BackendNotAvailableError,
+    ConfigurationError,
     InvalidInputError,
     UnknownNameError,
     did_you_mean,
@@ -73,6 +74,10 @@ def describe(
     needs_grad = torch.is_grad_enabled() and any(item.requires_grad for item in tensors)
     assert spec.describe is not None
     ctx = spec.describe(Call(call_args, device, layout, backend, needs_grad))
+    said = ctx.op if isinstance(ctx, Context) else type(ctx).__name__
+    if said != spec.op_id:  # its kernels would be those of another op
+        text, limit = f"op {spec.op_id!r}: `describe` gives a context of {said!r}", f"one of {spec.op_id!r}"
+        raise ConfigurationError(text, value=said, limit=limit)
     return _with_modes(spec, ctx, tensors, world)
 
 

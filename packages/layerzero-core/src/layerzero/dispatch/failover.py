@@ -72,9 +72,7 @@ def fail_over(
         return bypass(spec, args, layout, backend)
     if isinstance(error, LayerZeroError):
         raise error
-    lost = lost_device(bound, tensors, error)
-    if lost is not None:
-        raise lost from error
+    excuse(bound, args, error)
     if tensors and modes.capturing(tensors[0].device.type):
         raise CudaGraphUnsafeError(
             f"{bound.kernel_id} raised during capture: {error}", code="GRAPH_CAPTURE_FAILED", value=str(error)
@@ -120,11 +118,7 @@ def _next_candidate(spec: OperationSpec, ctx: Context, failed: Bound, args: tupl
         except GuardFailed:
             continue  # it does not fit after all, which is nobody's fault
         except Exception as next_error:
-            if from_outside(next_error):
-                raise
-            lost = lost_device(failed, modes.tensors_of(args), next_error)
-            if lost is not None:
-                raise lost from next_error
+            excuse(failed, args, next_error)
             failures.append((kernel_id, next_error))
             continue
         _charge(spec, decision, failures, kernel_id, world)
@@ -218,22 +212,25 @@ def check_device(tensors: list[Tensor]) -> None:
             raise DeviceLostError(why.message, reasons=(why,))
 
 
-def lost_device(bound: Bound, tensors: list[Tensor], error: Exception) -> DeviceLostError | None:
-    """The error to raise when no later call on the device can succeed; writes the kernel into the quarantine.
+def excuse(bound: Bound, args: tuple[Any, ...], error: Exception) -> None:
+    """Raise where a kernel that raised is not to be replaced: a handler or a hook raised, or the device is gone.
 
-    Only the first such error of a device names a suspect: after it every kernel fails there.
+    No later call on such a device can succeed. The kernel goes into the quarantine, but only for the first such error
+    of a device: after it every kernel fails there.
     """
-    there = next((item.device for item in tensors if not item.is_cpu), None)
+    if from_outside(error):
+        raise error
+    there = next((item.device for item in modes.tensors_of(args) if not item.is_cpu), None)
     if there is None or bound.kernel.backend in state.world.enclosed:
-        return None
+        return
     label = device_label(there.type, there.index)
     why = sticky(error, label)
     if why is None:
-        return None
+        return
     if label not in state.lost:
         state.lost[label] = why
         put(bound.kernel, bound.decision.context.device, why)
-    return DeviceLostError(f"{bound.kernel_id}: {why.message}", reasons=(why,))
+    raise DeviceLostError(f"{bound.kernel_id}: {why.message}", reasons=(why,)) from error
 
 
 def untold(kernel_id: str, error: Exception) -> Exception | None:

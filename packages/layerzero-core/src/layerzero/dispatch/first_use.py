@@ -23,8 +23,8 @@ from layerzero.device.memory import free_bytes
 from layerzero.dispatch import modes
 from layerzero.dispatch.bind import Bound, GuardFailed, bind
 from layerzero.dispatch.example_calls import example, price_us
-from layerzero.dispatch.failover import charge_memory, lost_device, out_of_memory, running, untold
-from layerzero.errors import KernelExecutionError, LayerZeroError, from_outside
+from layerzero.dispatch.failover import charge_memory, excuse, out_of_memory, running, untold
+from layerzero.errors import KernelExecutionError, LayerZeroError
 from layerzero.forking import fresh_lock
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision
@@ -39,7 +39,7 @@ from layerzero.selection.engine import select
 from layerzero.selection.memory import device_name, estimate
 from layerzero.selection.world import World, measurement_settings, unchecked
 from layerzero.tuning.inputs import Call, conditions
-from layerzero.tuning.truth import Gate, flat, gradients, reduction
+from layerzero.tuning.truth import Gate, Verdict, flat, gradients, reduction
 
 _log = logging.getLogger("layerzero.health")
 
@@ -58,14 +58,6 @@ class Served(NamedTuple):
 
     result: Any
     kernel_id: str
-
-
-class _Verdict(NamedTuple):
-    """Whether a kernel was right: None where nothing could be found out, and then why in words."""
-
-    ok: bool | None
-    error: float = 0.0
-    why: str = ""
 
 
 class BaselineFailed(Exception):
@@ -172,7 +164,7 @@ def _served(base: _Base, args: tuple[Any, ...]) -> Served:
 
 
 # -- one check -----------------------------------------------------------------------------------------------------
-def _own(case: _Case, base: _Base) -> tuple[_Verdict, Served | None]:
+def _own(case: _Case, base: _Base) -> tuple[Verdict, Served | None]:
     """This process's verdict; with it what the caller gets, where the call itself was compared."""
     affordable = bool(base.kernel_id) and not _hooks(True) and _affordable(case, base)
     if affordable and _telling(case.args):
@@ -181,7 +173,7 @@ def _own(case: _Case, base: _Base) -> tuple[_Verdict, Served | None]:
     return own, base.served(base.kernel_id, case.args) if own.ok is None and affordable else None
 
 
-def _on_call(case: _Case, base: _Base) -> tuple[_Verdict, Served]:
+def _on_call(case: _Case, base: _Base) -> tuple[Verdict, Served]:
     """Run both on this very call and compare. What the baseline raises is the caller's own."""
     spec, ctx, world, bound, args = case
     writes = spec.mutates is not None and spec.mutates(args)
@@ -198,22 +190,22 @@ def _on_call(case: _Case, base: _Base) -> tuple[_Verdict, Served]:
                 wrong, _ = _differs(ctx, tuple(gradients(got, mine)), tuple(wanted), args, gradient=True)
             if wrong is None:
                 wrong = _left(mine, args, written=writes)
-                return _Verdict(wrong is None, error, wrong or ""), served
+                return Verdict(wrong is None, error, wrong or ""), served
             # Two results of sixteen bits may differ by the error of both: the reference in float64 says who is wrong.
             judged = _judged(spec, ctx, bound, before)
-            return (judged if judged.ok is not None else _Verdict(False, error, wrong)), served
+            return (judged if judged.ok is not None else Verdict(False, error, wrong)), served
     except Exception as raised:
         return _raised(ctx, bound, raised, args), served
 
 
-def _on_example(case: _Case) -> _Verdict:
+def _on_example(case: _Case) -> Verdict:
     """Check the kernel on a call of this kind that was made up."""
     try:
         made = example(case.spec, case.ctx, case.world, case.bound.kernel)
     except (LayerZeroError, RuntimeError) as error:
-        return _Verdict(None, why=f"no example can be drawn: {error}")
+        return Verdict(None, why=f"no example can be drawn: {error}")
     if made is None:
-        return _Verdict(None, why="no example can be drawn")
+        return Verdict(None, why="no example can be drawn")
     bound, call, described = made
     try:
         with _undisturbed(case.ctx), running(bound, case.world, described):
@@ -222,11 +214,13 @@ def _on_example(case: _Case) -> _Verdict:
         return _raised(described, bound, raised, call)
 
 
-def _judged(spec: OperationSpec, ctx: Context, bound: Bound, args: tuple[Any, ...]) -> _Verdict:
+def _judged(spec: OperationSpec, ctx: Context, bound: Bound, args: tuple[Any, ...]) -> Verdict:
     """The kernel's answer against the reference in float64. Raises what the kernel raised."""
     raised: list[Exception] = []
+    used: list[Any] = []
 
     def run(*given: Any) -> Any:
+        used[:] = given
         try:
             return bound.run(*given)
         except Exception as error:
@@ -241,41 +235,39 @@ def _judged(spec: OperationSpec, ctx: Context, bound: Bound, args: tuple[Any, ..
             gate = Gate(spec, ctx, lambda: Call(_copied(args, ctx.needs_grad), {}, layout))
             found = gate.check(replace(bound.kernel, error_bounds=modest), run)
     except Exception as error:  # the reference itself cannot, or not so much of it at once
-        return _Verdict(None, why=f"the reference cannot be asked: {error}")
+        return Verdict(None, why=f"the reference cannot be asked: {error}")
     if raised:
         raise raised[0]
-    return _Verdict(found.ok, found.max_error, found.why)
+    writes = spec.mutates is not None and spec.mutates(args)
+    changed = "" if writes or not found.ok else _left(tuple(used), args, written=False)
+    return Verdict(found.ok and not changed, found.max_error, changed or found.why)
 
 
-def _raised(ctx: Context, bound: Bound, error: Exception, args: tuple[Any, ...]) -> _Verdict:
+def _raised(ctx: Context, bound: Bound, error: Exception, args: tuple[Any, ...]) -> Verdict:
     """A kernel that raises is not proven; the breaker hears of it as of any other failure."""
     if isinstance(error, GuardFailed):
-        return _Verdict(None, why="it does not fit this call after all")
-    if from_outside(error):
-        raise error  # a handler's or a hook's: the kernel has nothing to do with it
-    lost = lost_device(bound, modes.tensors_of(args), error)
-    if lost is not None:
-        raise lost from error
+        return Verdict(None, why="it does not fit this call after all")
+    excuse(bound, args, error)
     words = f"{type(error).__name__}: {error}"[:300]
     _log.error("%s raised when it was checked: %s", bound.kernel_id, words, exc_info=untold(bound.kernel_id, error))
     if out_of_memory(error):
         charge_memory(bound.kernel_id, bound.kernel.backend, ctx)
     else:
         state.health.kernel_failed(bound.kernel_id, error, bound.kernel.backend)
-    return _Verdict(None, why=words)
+    return Verdict(None, why=words)
 
 
 # -- the verdict ---------------------------------------------------------------------------------------------------
-def _settled(case: _Case, own: _Verdict, served: Served | None, base: _Base | None) -> Served | None:
+def _settled(case: _Case, own: Verdict, served: Served | None, base: _Base | None) -> Served | None:
     """Act on a verdict: remember, quarantine, or leave it open. Returns what the caller gets."""
     _, ctx, _, bound, args = case
     if own.ok:
         _log.info("%s agrees with the baseline for %s (%s)", bound.kernel_id, ctx.op, kind_of(ctx))
-        proof_registry.learn(bound.kernel, ctx, own.error, agreed=case.grouped)
+        proof_registry.learn(bound.kernel, ctx, own.max_error, agreed=case.grouped)
     elif own.ok is False:
         allowed = own.why.partition("(allowed: ")[2].removesuffix(")")
         detail = "at its first use" if allowed else f"at its first use: {own.why}"
-        why = reason("NUMERICS_MISMATCH", f"{own.error:.3g}", allowed or "the tolerance of the op", detail=detail)
+        why = reason("NUMERICS_MISMATCH", f"{own.max_error:.3g}", allowed or "the tolerance of the op", detail=detail)
         put(bound.kernel, ctx.device, why)
         if case.asked and base is not None:
             raise KernelExecutionError(
@@ -302,33 +294,33 @@ def _together(case: _Case, base: _Base) -> Served | None:
     if own.ok is None:
         error = proof_registry.error_of(kernel, ctx, state.world)
         if error is not None or world.measurements.lookup(kernel.kernel_id, ctx) is not None:
-            own = _Verdict(True, error or 0.0)
+            own = Verdict(True, error or 0.0)
         else:
             own, served = _own(case, base)
         own = _agreed(case, own)
     elif own.ok:  # all others went on with it at their last call
-        proof_registry.learn(kernel, ctx, own.error, agreed=True)
+        proof_registry.learn(kernel, ctx, own.max_error, agreed=True)
         return None
     return _settled(case, own, served, base)
 
 
-def _agreed(case: _Case, own: _Verdict) -> _Verdict:
+def _agreed(case: _Case, own: Verdict) -> Verdict:
     """Say what was found here and wait a little for the others."""
     if own.ok is None:
         return own
-    word = f"ok {own.error:.6g}" if own.ok else f"wrong {own.error:.6g} {own.why}"
+    word = f"ok {own.max_error:.6g}" if own.ok else f"wrong {own.max_error:.6g} {own.why}"
     return _combined(case.world.ranks.verdicts(case.bound.kernel, kind_of(case.ctx), word), own)
 
 
-def _combined(words: list[str | None], own: _Verdict | None = None) -> _Verdict:
+def _combined(words: list[str | None], own: Verdict | None = None) -> Verdict:
     """The verdict of all ranks; open where one has not spoken."""
     for rank, word in enumerate(words):
         if word is not None and word.startswith("wrong"):
             _, error, why = (*word.split(" ", 2), "")[:3]
-            return _Verdict(False, float(error), f"rank {rank}: {why}" if own is None or own.ok else own.why)
+            return Verdict(False, float(error), f"rank {rank}: {why}" if own is None or own.ok else own.why)
     if any(word is None for word in words):
-        return _Verdict(None, why="no example: not every rank has checked it yet")
-    return _Verdict(True, max((float(word.split()[1]) for word in words if word), default=0.0))
+        return Verdict(None, why="no example: not every rank has checked it yet")
+    return Verdict(True, max((float(word.split()[1]) for word in words if word), default=0.0))
 
 
 # -- what can be compared ------------------------------------------------------------------------------------------

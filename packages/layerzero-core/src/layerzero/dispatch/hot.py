@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 HOT_LIMIT = 16_384
 
 _grad_enabled = torch.is_grad_enabled
-_BY_VALUE = frozenset({type(None), bool, str})
+_BY_VALUE = frozenset({type(None), bool, str, torch.dtype})
 _BY_TYPE = frozenset({int, float})
 _NOT_FINITE = "not finite"  # never met by a call that is right: its own key leads to the checks of the cold path
 _AUTOCASTS = ("cpu", "cuda", "xpu", "mps", "hpu")
@@ -116,19 +116,18 @@ def part(item: Any) -> Any:
         return item
     if kind in _BY_TYPE:
         return kind if item - item == 0 else _NOT_FINITE
-    if kind is torch.dtype or (kind is tuple and {*map(type, item)} == {int}):
+    if kind is tuple and {*map(type, item)} == {int}:
         return item
     if hasattr(kind, "hot_key"):  # of its class: a Proxy of torch.fx would say yes to any name
         return item.hot_key()
     if isinstance(item, Tensor):
         return describe_tensor(item)
-    if isinstance(item, str):
-        return item
     if isinstance(item, (int, float)):
         return kind
     if isinstance(item, torch.Generator):
         return torch.Generator
-    if isinstance(item, tuple) and all(isinstance(side, int) and not isinstance(side, bool) for side in item):
+    whole = isinstance(item, tuple) and all(isinstance(side, int) and not isinstance(side, bool) for side in item)
+    if whole or isinstance(item, str):
         return item
     raise Unkeyed(f"a {kind.__name__} has no key")
 
@@ -139,21 +138,25 @@ def needs_grad(item: Any) -> bool:
 
 
 # The source of an argument's part, by its kind: what `part` says, with the usual answer found first. A tensor that is
-# none raises, and the call is keyed by `generic_key`.
-_TENSOR = "type({0}), {0}.shape, {0}.dtype, {0}.is_cpu or ~{0}.get_device(), {0}.is_contiguous() or {0}.stride()"
+# none raises, and the call is keyed by `generic_key`. Its own names begin with an underscore, as no argument's does.
+_type, _hasattr, _part, _needs_grad, _autocast_key = type, hasattr, part, needs_grad, autocast_key
+_TENSOR = "_type({0}), {0}.shape, {0}.dtype, {0}.is_cpu or ~{0}.get_device(), {0}.is_contiguous() or {0}.stride()"
 _PARTS = {
     "tensor": _TENSOR,
+    "packed": _TENSOR.replace("shape", "shape[1:]"),  # tensors of attention over packed sequences
+    "offsets": "_type({0}), {0}.dtype, {0}.ndim, {0}.is_cpu or ~{0}.get_device(), {0}.is_contiguous()",
     "tensor?": f"None if {{0}} is None else ({_TENSOR})",
-    "number": "type({0}) if type({0}) in _BY_TYPE and {0} - {0} == 0 else part({0})",
-    "flag": "{0} is True or ({0} is not False and part({0}))",
-    "text": "{0} if type({0}) is str else part({0})",
-    "object": "part({0})",
+    "number": "_type({0}) if _type({0}) in _BY_TYPE and {0} - {0} == 0 else _part({0})",
+    "flag": "{0} is True or ({0} is not False and _part({0}))",
+    "text": "{0} if _type({0}) is str else _part({0})",
+    "object": "{0} if {0} is None else {0}.hot_key() if _hasattr(_type({0}), 'hot_key') else _part({0})",
 }
 _GRADS = {
     "tensor": "{0}.requires_grad",
+    "packed": "{0}.requires_grad",
     "tensor?": "({0} is not None and {0}.requires_grad)",
-    "number": "needs_grad({0})",
-    "object": "needs_grad({0})",
+    "number": "_needs_grad({0})",
+    "object": "_needs_grad({0})",
 }
 _KEY = """(
             "{name}",
@@ -161,7 +164,7 @@ _KEY = """(
             backend,
             {parts},
             _grad_enabled() and ({grads}),
-            autocast_key() if _any_autocast() else False,
+            _autocast_key() if _any_autocast() else False,
             _deterministic(),
         )"""
 
@@ -176,17 +179,22 @@ def key_source(op: str, kinds: Mapping[str, str], layout: str) -> str:
     return _KEY.format(name=op, layout=layout, parts=parts, grads=grads or "False")
 
 
-_made: dict[str, tuple[tuple[str, ...], Callable[..., tuple[Any, ...]]]] = {}
+_made: dict[Hashable, tuple[tuple[str, ...], Callable[..., tuple[Any, ...]]]] = {}
 
 
-def key_of(spec: OperationSpec) -> Callable[..., tuple[Any, ...]]:
+def key_of(
+    spec: OperationSpec, count: int | None = None, first: tuple[str, ...] = ()
+) -> Callable[..., tuple[Any, ...]]:
     """(*canonical arguments, layout, backend) -> key; written out at an op's first call, by the kinds of its arguments.
 
-    Raises for a call that `generic_key` must look at: an argument is not of its kind, or has no key at all.
+    `count` is how many of them a call has that leaves the last ones out, `first` the kinds of the first ones where the
+    spec's would not do. Raises for a call that `generic_key` must look at: an argument is not of its kind, or has no
+    key at all.
     """
-    found = _made.get(spec.op_id)
+    name = spec.op_id if count is None else (spec.op_id, count)
+    found = _made.get(name)
     if found is None or found[0] is not spec.input_kinds:
-        kinds = {f"_{place}": kind for place, kind in enumerate(spec.input_kinds)}
+        kinds = {f"_{place}": kind for place, kind in enumerate((*first, *spec.input_kinds[len(first) : count]))}
         key = key_source(spec.op_id, kinds, "layout")
-        found = _made[spec.op_id] = spec.input_kinds, eval(f"lambda {', '.join(kinds)}, layout, backend: {key}")
+        found = _made[name] = spec.input_kinds, eval(f"lambda {', '.join(kinds)}, layout, backend: {key}")
     return found[1]

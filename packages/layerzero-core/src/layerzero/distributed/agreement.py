@@ -18,7 +18,7 @@ from layerzero.dispatch.run import current_world, decide, describe
 from layerzero.distributed.channel import Channel, RankStore
 from layerzero.distributed.choice import RankChoices, call_key
 from layerzero.distributed.facts import Facts, Findings, digest, judge, least_of
-from layerzero.errors import DistributedError, InvalidInputError, LayerZeroWarning
+from layerzero.errors import DistributedError, LayerZeroWarning, invalid
 from layerzero.reasons import reason
 from layerzero.runtime.state import state
 from layerzero.selection.world import World
@@ -61,10 +61,8 @@ def channel_of(group: Any, timeout: float, store: RankStore | None) -> Channel:
 
     if not dist.is_available() or not dist.is_initialized():
         if group is not None:
-            raise InvalidInputError(
-                "a group was given, but torch.distributed is not initialised", code="VALUE_INVALID", value="group",
-                limit="None before init_process_group",
-            )  # fmt: skip
+            told = "a group was given, but torch.distributed is not initialised"
+            raise invalid("VALUE_INVALID", "group", "None before init_process_group", told)
         return Channel(cast(RankStore, None), 0, (0,), timeout)  # one member never asks a store
     members = tuple(dist.get_process_group_ranks(group))
     rank = dist.get_rank()
@@ -178,10 +176,10 @@ def _looked_at(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     world = current_world()
     spec = world.ops.get(op)
     if spec is None:
-        raise InvalidInputError(code="OP_UNKNOWN", value=op, limit=", ".join(sorted(world.ops)))
+        raise invalid("OP_UNKNOWN", op, ", ".join(sorted(world.ops)))
     layout, backend = kwargs.pop("layout", None), kwargs.pop("backend", None)
     if kwargs:
-        raise InvalidInputError(code="VALUE_INVALID", value=sorted(kwargs), limit="positional arguments of the op")
+        raise invalid("VALUE_INVALID", sorted(kwargs), "positional arguments of the op")
     decision = decide(spec, describe(spec, args, layout, backend, world), world)
     ranks: RankChoices | None = world.ranks
     split = ranks is not None and ranks.tp_invariant
@@ -209,7 +207,7 @@ def agree(
     Without an initialised process group there is one rank, and nothing changes.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < 86_400:
-        raise InvalidInputError(code="VALUE_INVALID", value=f"timeout={timeout!r}", limit="seconds, above 0")
+        raise invalid("VALUE_INVALID", f"timeout={timeout!r}", "seconds, above 0")
     return _agree(channel_of(group, float(timeout), store), training, tp_invariant)
 
 

@@ -27,9 +27,7 @@ from layerzero.telemetry.events import counter_value
 _log = logging.getLogger("layerzero.distributed")
 
 # What tensor parallelism splits: ranks of one TP group hold different numbers of these in the same call.
-_SPLIT = frozenset(
-    ("num_heads", "num_kv_heads", "intermediate", "in_features", "out_features", "vocab", "num_experts", "hidden_kv")
-)
+_SPLIT = frozenset(("num_heads", "num_kv_heads", "inner", "n", "k", "vocab", "experts"))
 _LEFT_OUT = frozenset(("device", "notes", "scale", "dropout_p", "tp_rank", "needs", "dims"))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from layerzero.dispatch.run import current_world
-from layerzero.errors import CudaGraphUnsafeError, from_outside, one_line
+from layerzero.errors import CudaGraphUnsafeError, from_outside, invalid, one_line
 from layerzero.graphs.rehearsal import CaptureReport, Seen, Watch, rehearsal
 from layerzero.reasons import Reason, ReasonCode, reason
 from layerzero.runtime.current import collector_paused
@@ -97,11 +97,17 @@ def _mend(stream: Any, pool: Any) -> None:
 class Settings:
     """How to capture: warm-up runs, the stream, the memory pool, whether a dummy comes first, bytes it may grow by."""
 
-    warmup: int = 3
-    stream: Any = None
-    pool: Any = None
-    strict: bool = False
-    memory_limit: int = 1 << 20
+    warmup: int
+    stream: Any
+    pool: Any
+    strict: bool
+    memory_limit: int
+
+    def __post_init__(self) -> None:
+        for name, least, limit in (("warmup", 1, "1 or more"), ("memory_limit", 0, "0 or more bytes")):
+            given = getattr(self, name)
+            if isinstance(given, bool) or not isinstance(given, int) or given < least:
+                raise invalid("VALUE_INVALID", f"{name}={given}", limit)
 
 
 # What may stand among the inputs beside tensors, and is compared by value.
@@ -258,7 +264,7 @@ def _attempt(
     pool = torch.cuda.graph_pool_handle() if how.pool is None else how.pool
     with rehearsal(watch, refused):
         with torch.cuda.stream(stream):
-            for _ in range(max(1, how.warmup)):
+            for _ in range(how.warmup):
                 _blaming(run, watch)
             stream.synchronize()
         seen = watch.take()
@@ -277,7 +283,7 @@ def _attempt(
         kernels = tuple((item.context.op, item.bound.kernel_id) for item in watch.take())
     del dummy
     report = CaptureReport(
-        True, kernels, warmups=max(1, how.warmup), memory_delta=grown, dummy=how.strict, refused=dict(refused)
+        True, kernels, warmups=how.warmup, memory_delta=grown, dummy=how.strict, refused=dict(refused)
     )
     return GraphedCall(graph, inputs, out, report, (function, stream))
 

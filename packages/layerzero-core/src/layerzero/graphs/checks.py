@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from layerzero._ops.signature import PUBLIC, public_op
 from layerzero.dispatch.run import current_world, decide, describe
-from layerzero.errors import InvalidInputError, LayerZeroError
+from layerzero.errors import LayerZeroError
 from layerzero.graphs.capture import GraphedCall, Settings, capture
 from layerzero.graphs.rehearsal import CaptureReport, Watch, rehearsal
 from layerzero.model.context import Context
@@ -71,7 +71,7 @@ def capture_graph(
     best taken; `.report` names both. CudaGraphUnsafeError where no graph can be had, with the reasons.
     """
     careful = current_world().policy.graph_strict_mode if strict is None else strict
-    return capture(function, args, kwargs, _settings(warmup, stream, pool, careful, memory_limit))
+    return capture(function, args, kwargs, Settings(warmup, stream, pool, careful, memory_limit))
 
 
 def validate_graph_capture(
@@ -89,7 +89,7 @@ def validate_graph_capture(
     """
     if isinstance(function, str):
         function = public_op(function).function
-    how = _settings(warmup, stream, None, True, memory_limit)
+    how = Settings(warmup, stream, None, True, memory_limit)
     try:
         made = capture(function, args, kwargs, how)
     except LayerZeroError as error:
@@ -98,14 +98,6 @@ def validate_graph_capture(
     if wrong is None:
         return replace(made.report, replays=replays)
     return replace(made.report, ok=False, reasons=(wrong,), replays=replays)
-
-
-def _settings(warmup: int, stream: Any, pool: Any, strict: bool, memory_limit: int) -> Settings:
-    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
-        raise InvalidInputError(code="VALUE_INVALID", value=f"warmup={warmup}", limit="1 or more")
-    if isinstance(memory_limit, bool) or not isinstance(memory_limit, int) or memory_limit < 0:
-        raise InvalidInputError(code="VALUE_INVALID", value=f"memory_limit={memory_limit}", limit="0 or more bytes")
-    return Settings(warmup, stream, pool, strict, memory_limit)
 
 
 def _compared(function: Callable[..., Any], made: GraphedCall, replays: int) -> Reason | None:

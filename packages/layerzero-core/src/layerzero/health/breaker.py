@@ -182,7 +182,7 @@ class HealthRegistry:
         self._quarantined: dict[str, str] = {}
         self._version = 0
         self._snapshot: Health | None = None
-        self._listeners: tuple[Listener, ...] = ()
+        self._listeners: list[Listener] = []
 
     def kernel_failed(
         self, kernel_id: str, error: BaseException | str = "", backend: str | None = None
@@ -304,14 +304,8 @@ class HealthRegistry:
         Listeners run in the thread that caused the change, outside the lock. Two may run at once: keep the
         snapshot with the higher `version`. One that raises is logged and costs nobody else anything.
         """
-        with self._lock:
-            self._listeners = (*self._listeners, listener)
-
-        def unsubscribe() -> None:
-            with self._lock:
-                self._listeners = tuple(kept for kept in self._listeners if kept is not listener)
-
-        return unsubscribe
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
 
     def reinit_after_fork(self) -> None:
         """Replace the lock in a forked child, where its owner may not exist any more."""
@@ -353,7 +347,7 @@ class HealthRegistry:
     def _tell(self, health: Health | None) -> None:
         if health is None:
             return
-        for listener in self._listeners:
+        for listener in tuple(self._listeners):
             try:
                 listener(health)
             except Exception:

@@ -16,26 +16,29 @@ import json
 import mmap
 import os
 import platform
+import re
 import signal
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
+
+from layerzero.device.memory import text_of
+from layerzero.json_form import Plain
 
 _SLOTS = 16
 _SLOT = 512
 _SIZE = _SLOTS * _SLOT
 _MOST_FILES = 512
 _KEPT_S = 7 * 86_400.0
-_FIELDS = ("kernel_id", "version", "device_signature", "op")
 
 
 @dataclass(frozen=True, slots=True)
-class CrashMarker:
+class CrashMarker(Plain):
     """One kernel that was being run when its process ended; `fault` is the fatal signal in words, if there was one."""
 
     kernel_id: str
@@ -65,7 +68,7 @@ class CrashMarkers:
         key = (kernel_id, version, signature, op)
         text = self._texts.get(key)
         if text is None:
-            text = json.dumps(asdict(CrashMarker(*key))).encode()
+            text = json.dumps(CrashMarker(*key).to_json()).encode()
             if len(text) >= _SLOT or self._off:
                 return None
             self._texts[key] = text
@@ -160,29 +163,20 @@ def _remove(*paths: Path) -> None:
 
 def _caught_by_others() -> bool:
     """Whether SIGSEGV has a handler already, one of C code (a Java machine has one, and needs it)."""
-    try:
-        with open("/proc/self/status", "rb") as file:
-            caught = next(line for line in file if line.startswith(b"SigCgt:"))
-        return bool(int(caught.split()[1], 16) >> (signal.SIGSEGV - 1) & 1)
-    except (OSError, StopIteration, IndexError, ValueError):
-        return False
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", text_of("/proc/self/status"), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGSEGV - 1) & 1)
 
 
 def started(pid: int) -> str:
     """When a process began, in the words of its system: with the pid it names one process. "0" where it cannot tell."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rsplit(b")", 1)[1].split()[19].decode()
-    except (OSError, IndexError, ValueError):
-        return "0"
+    fields = text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields[19] if len(fields) > 19 else "0"
 
 
 @functools.lru_cache(maxsize=1)
 def here() -> str:
     """This machine, since it was started, and the container of this process: only there does a pid mean anything."""
-    parts = [platform.node()]
-    with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"))
+    parts = [platform.node(), *filter(None, [text_of("/proc/sys/kernel/random/boot_id")])]
     with contextlib.suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:12]
@@ -249,18 +243,13 @@ def _read(path: Path, fault: Path) -> Iterator[CrashMarker]:
         if not text:
             continue
         try:
-            said = json.loads(text)
-            kernel_id, version, signature, op = (str(said[name]) for name in _FIELDS)
+            marker = CrashMarker.from_json(json.loads(text))
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
-        yield CrashMarker(kernel_id, version, signature, op, words)
+        yield replace(marker, fault=words)
 
 
 def _fault_words(path: Path) -> str:
     """ "Segmentation fault", as Python's fault handler writes it; empty when the process was killed or left."""
-    try:
-        with open(path, "rb") as file:
-            first = file.readline(400).decode(errors="replace").strip()
-    except OSError:
-        return ""
+    first = text_of(path).partition("\n")[0][:400].strip()
     return first.removeprefix("Fatal Python error: ") if first.startswith("Fatal Python error: ") else ""

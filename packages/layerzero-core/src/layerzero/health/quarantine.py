@@ -14,11 +14,12 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from layerzero.files import locked, set_aside, user_cache, write_whole
+from layerzero.json_form import Plain, reader
 from layerzero.reasons import Reason, ReasonCode, reason
 
 SUSPECTED = 2
@@ -31,21 +32,22 @@ _MAX_TEXT = 2000
 
 
 _Key = tuple[str, str, str]
+_read_suspects = reader(tuple[tuple[str, str, str, int], ...])
 
 
 @dataclass(frozen=True, slots=True)
-class QuarantineEntry:
+class QuarantineEntry(Plain):
     """One kernel, in one version, on one kind of device, and what it did."""
 
     kernel_id: str
     version: str
     device_signature: str
-    code: str
+    code: ReasonCode
     detail: str = ""
     since: float = 0.0
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def key(self) -> _Key:
         """What identifies the entry: another version or another device is not quarantined."""
         return self.kernel_id, self.version, self.device_signature
 
@@ -80,7 +82,7 @@ class Quarantine:
     ) -> QuarantineEntry:
         """Remember a kernel. What other processes added meanwhile is kept."""
         entry = QuarantineEntry(
-            kernel_id, version, device_signature, ReasonCode(code).value, detail[:_MAX_TEXT], self._clock()
+            kernel_id, version, device_signature, ReasonCode(code), detail[:_MAX_TEXT], self._clock()
         )
         with locked(self._lock):
             entries, suspects = self._read()
@@ -118,10 +120,15 @@ class Quarantine:
             if self.path.stat().st_size > _MAX_BYTES:
                 raise ValueError(f"larger than {_MAX_BYTES} bytes")
             data = json.loads(self.path.read_bytes())
-            entries, suspects = _parse(data), _parse_suspects(data)
+            if not isinstance(data, dict) or data.get("schema_version") != _SCHEMA_VERSION:
+                raise ValueError(f"expected an object with schema_version {_SCHEMA_VERSION}")
+            if any(row.keys() - QuarantineEntry.__dataclass_fields__.keys() for row in data["entries"]):
+                raise ValueError("an entry has a field that is not known")
+            entries = [QuarantineEntry.from_json(row) for row in data["entries"]]
+            suspects = {tuple(key): times for *key, times in _read_suspects(data.get("suspects", ()))}
         except FileNotFoundError:
             return {}, {}
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if kept := set_aside(self.path):
                 words = f"{self.path.name}: {type(error).__name__}: {error}"
                 why = reason(ReasonCode.CACHE_CORRUPT, words, detail=f"kept as {kept}")
@@ -131,29 +138,8 @@ class Quarantine:
 
     def _write(self, entries: Mapping[_Key, QuarantineEntry], suspects: Mapping[_Key, int]) -> None:
         data: dict[str, Any] = {
-            "schema_version": _SCHEMA_VERSION, "entries": [asdict(entries[key]) for key in sorted(entries)],
+            "schema_version": _SCHEMA_VERSION, "entries": [entries[key].to_json() for key in sorted(entries)],
         }  # fmt: skip
         if suspects:
             data["suspects"] = [[*key, suspects[key]] for key in sorted(suspects)]
         write_whole(self.path, json.dumps(data, indent=1, sort_keys=True) + "\n")
-
-
-def _parse(data: Any) -> list[QuarantineEntry]:
-    if not isinstance(data, dict) or data.get("schema_version") != _SCHEMA_VERSION:
-        raise ValueError(f"expected an object with schema_version {_SCHEMA_VERSION}")
-    entries = [QuarantineEntry(**row) for row in data["entries"]]
-    for entry in entries:
-        texts = (*entry.key, entry.detail)
-        if not all(isinstance(text, str) for text in texts) or not isinstance(entry.since, (int, float)):
-            raise ValueError("an entry has a field of the wrong type")
-        ReasonCode(entry.code)
-    return entries
-
-
-def _parse_suspects(data: Any) -> dict[_Key, int]:
-    found: dict[_Key, int] = {}
-    for kernel_id, version, signature, times in data.get("suspects", ()):
-        if not all(isinstance(text, str) for text in (kernel_id, version, signature)) or type(times) is not int:
-            raise ValueError("a suspect has a field of the wrong type")
-        found[kernel_id, version, signature] = times
-    return found

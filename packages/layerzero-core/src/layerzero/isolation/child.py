@@ -24,8 +24,8 @@ from torch import Tensor
 from layerzero.errors import importing
 from layerzero.health.sticky import NO_MEMORY
 from layerzero.isolation import wire
-from layerzero.isolation.arena import NAME, Arena, Bump, buffer_of, sent_bytes, view
-from layerzero.isolation.device_arena import OpenedArena, device_name
+from layerzero.isolation.arena import NAME, Arena, Bump, buffer_of, home, sent_bytes, view
+from layerzero.isolation.device_arena import OpenedArena
 from layerzero.plugin.enclosure import Enclosure, enter
 
 _WORDS = 1_200
@@ -40,7 +40,7 @@ class NoRoom(Exception):
 
 
 class Child:
-    """Answers one parent until it says goodbye or its end of the socket closes."""
+    """Answers one parent until its end of the socket closes."""
 
     def __init__(self, channel: socket.socket, arena_handle: int) -> None:
         self._socket = channel
@@ -50,10 +50,8 @@ class Child:
         self._adapters: dict[str, Callable[..., Any]] = {}
 
     def serve(self) -> None:
-        self._answer(
-            wire.Kind.HELLO, 0, {"pid": os.getpid(), "protocol": wire.VERSION, "torch": str(torch.__version__)}
-        )
-        while (frame := self._next()) is not None and frame.kind is not wire.Kind.BYE:
+        self._answer(wire.Kind.HELLO, 0, {})
+        while (frame := self._next()) is not None:
             try:
                 kind, body = self._done(frame)
             except NoRoom as short:
@@ -112,16 +110,13 @@ class Child:
         """Copy the results behind the arguments, which must stay: a result may be a view of one."""
         needed = dict(used)
         for item in wire.tensors_in(result):
-            name = self._home(item)
+            name = home(item)
             needed[name] = needed.get(name, 0) + sent_bytes(item)
         short = {name: size for name, size in needed.items() if size > self._room(name)}
         if short:
             raise NoRoom(short)
         bumps = {name: Bump(name, buffer_of(self._arenas, name), used.get(name, 0)) for name in needed}
-        return {"result": wire.pack(result, lambda item: bumps[self._home(item)].put(item))}
-
-    def _home(self, item: Tensor) -> str:
-        return device_name(item.get_device()) if item.is_cuda else NAME
+        return {"result": wire.pack(result, lambda item: bumps[home(item)].put(item))}
 
     def _room(self, name: str) -> int:
         return buffer_of(self._arenas, name).numel() if name in self._arenas else 0
@@ -176,7 +171,6 @@ def main(argv: list[str]) -> int:
     threading.Thread(target=_end_with_parent, args=(lifeline,), name="lifeline", daemon=True).start()
     enter(Enclosure.from_json(json.loads(argv[3])))
     channel = socket.socket(fileno=socket_handle)
-    channel.setblocking(True)
     Child(channel, arena_handle).serve()
     return 0
 

@@ -38,7 +38,7 @@ HEADER_BYTES = _FIELDS.size + _CRC.size
 class Kind(enum.IntEnum):
     """What a frame is. The parent asks (even numbers), the child answers (odd ones)."""
 
-    HELLO = 1  # child: I am up; versions
+    HELLO = 1  # child: I am up
     LOAD = 2  # parent: import this adapter
     LOADED = 3
     CALL = 4  # parent: run it
@@ -47,7 +47,6 @@ class Kind(enum.IntEnum):
     ROOM = 9  # child: the results need this much more room; make it and ask again
     PING = 10
     PONG = 11
-    BYE = 12  # parent: end yourself
 
 
 class WireError(ValueError):

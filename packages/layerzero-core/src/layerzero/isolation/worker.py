@@ -31,8 +31,6 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.reasons import reason
 from layerzero.selection.world import World
 
-_CHUNK = 1 << 16
-
 
 class Channel:
     """The parent's end. Every way an answer can fail to come is an IsolationFault with its own reason code."""
@@ -40,7 +38,6 @@ class Channel:
     def __init__(self, process: Process) -> None:
         self._process = process
         self._socket = process.socket
-        self._socket.setblocking(False)
         self._sequence = 0
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
@@ -49,27 +46,19 @@ class Channel:
 
     def ask(self, kind: wire.Kind, body: dict[str, Any], until: float, limit_s: float) -> wire.Frame:
         self._sequence += 1
-        rest = memoryview(wire.encode(kind, self._sequence, body))
-        while rest:
-            try:
-                rest = rest[self._socket.send(rest) :]
-            except BlockingIOError:
-                left = until - time.monotonic()
-                if left <= 0 or not select.select((), (self._socket,), (), left)[1]:
-                    raise wire.fault("ISOLATION_TIMEOUT", "the request was not taken", limit_s) from None
-            except OSError:
-                raise wire.fault("ISOLATION_CRASHED", self._process.how()) from None
-        return self.receive(self._sequence, until, limit_s)
-
-    def say(self, kind: wire.Kind) -> None:
-        """Send a frame that has no answer; a child that cannot take it is about to be ended anyway."""
+        data = wire.encode(kind, self._sequence, body)
+        self._socket.settimeout(max(0.001, until - time.monotonic()))
         try:
-            self._socket.send(wire.encode(kind, 0, {}))
+            self._socket.sendall(data)
+        except TimeoutError:
+            raise wire.fault("ISOLATION_TIMEOUT", "the request was not taken", limit_s) from None
         except OSError:
-            return
+            raise wire.fault("ISOLATION_CRASHED", self._process.how()) from None
+        return self.receive(self._sequence, until, limit_s)
 
     def receive(self, sequence: int, until: float, limit_s: float) -> wire.Frame:
         """The next frame, which must answer `sequence`."""
+        self._socket.setblocking(False)
         try:
             first = wire.head(self._exactly(wire.HEADER_BYTES, until, limit_s, begun=False))
             frame = wire.decode(first, self._exactly(first.length, until, limit_s, begun=True))
@@ -81,34 +70,25 @@ class Channel:
 
     def _exactly(self, count: int, until: float, limit_s: float, *, begun: bool) -> bytes:
         """`count` bytes, or the fault that keeps them from coming."""
-        parts: list[bytes] = []
-        missing = count
-        while missing:
-            left = until - time.monotonic()
-            ready = self._poll.poll(max(0.0, left) * 1000.0)
-            if not ready:
+        found = bytearray()
+        while len(found) < count:
+            if not self._poll.poll(max(0.0, until - time.monotonic()) * 1000.0):
                 raise wire.fault("ISOLATION_TIMEOUT", "no answer", limit_s)
-            got = self._some(min(missing, _CHUNK))
-            if got is None:
-                continue
+            try:
+                got = self._socket.recv(count - len(found))
+            except BlockingIOError:
+                if not self._process.ended():
+                    continue
+                got = b""  # only the sentinel woke us: the process is gone, and what it had written was read before
+            except OSError:
+                got = b""
+            if not got and (found or begun):
+                said = f"{len(found)} of {count} bytes"
+                raise wire.fault("ISOLATION_TRUNCATED", said, detail=self._process.how())
             if not got:
-                if parts or begun:
-                    said = count - missing
-                    raise wire.fault("ISOLATION_TRUNCATED", f"{said} of {count} bytes", detail=self._process.how())
                 raise wire.fault("ISOLATION_CRASHED", self._process.how())
-            parts.append(got)
-            missing -= len(got)
-        return b"".join(parts)
-
-    def _some(self, count: int) -> bytes | None:
-        """What is there; b"" at the end of the stream, None for nothing yet."""
-        try:
-            return self._socket.recv(count)
-        except BlockingIOError:
-            # Only the sentinel woke us: the process is gone, and what it had written was read before.
-            return b"" if self._process.ended() else None
-        except (ConnectionError, OSError):
-            return b""
+            found += got
+        return bytes(found)
 
 
 _FIRST_S = 0.25
@@ -307,12 +287,10 @@ class Worker:
         return answer.body
 
     def close(self, *, wait: bool = True) -> None:
-        """End the child, politely, and free the memory. The next call starts anew."""
+        """End the child and free the memory. The next call starts anew."""
         if not self._lock.acquire(timeout=self.settings.deadline_s if wait else 0.0):
             return
         try:
-            if self._channel is not None:
-                self._channel.say(wire.Kind.BYE)
             self._drop()
             if self._memory is not None:
                 self._memory.close()

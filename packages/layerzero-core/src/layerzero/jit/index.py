@@ -12,13 +12,14 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from layerzero.files import set_aside, write_whole
 from layerzero.jit.cache import locked
+from layerzero.json_form import Plain
 from layerzero.model.artifact import Artifact
 from layerzero.plugin.artifacts import cache_folder, distrust
 from layerzero.reasons import Reason, reason
@@ -33,7 +34,7 @@ _GIVE_UP = 3  # artifacts of one kernel that fail before the whole kernel is lef
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Plain):
     """One artifact: compiled (`error` empty) or not to be had (`error` says why)."""
 
     kernel_id: str
@@ -42,6 +43,10 @@ class Entry:
     evidence: tuple[str, ...] = ()
     seconds: float = 0.0
     at: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.values) < 2:
+            raise ValueError("an artifact is named by a version and an environment at least")
 
     @property
     def artifact(self) -> Artifact:
@@ -96,7 +101,7 @@ class Index:
             before = dict(known)
             edit(known)
             if known != before:
-                rows = [asdict(entry) for entry in list(known.values())[-_MAX_ENTRIES:]]
+                rows = [entry.to_json() for entry in list(known.values())[-_MAX_ENTRIES:]]
                 text = json.dumps({"schema_version": _SCHEMA_VERSION, "entries": rows}, indent=1)
                 write_whole(self.path, text + "\n")
 
@@ -107,7 +112,8 @@ class Index:
             data = json.loads(self.path.read_bytes())
             if not isinstance(data, Mapping) or data.get("schema_version") != _SCHEMA_VERSION:
                 raise ValueError(f"expected an object with schema_version {_SCHEMA_VERSION}")
-            return {entry.artifact: entry for entry in map(_entry, data["entries"])}
+            entries = map(Entry.from_json, data["entries"])
+            return {entry.artifact: entry for entry in entries}
         except FileNotFoundError:
             return {}
         except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -117,17 +123,6 @@ class Index:
         except OSError as error:
             _log.warning("the index of compiled kernels cannot be read: %s", error)
             return {}
-
-
-def _entry(row: Mapping[str, Any]) -> Entry:
-    values, evidence = tuple(row["values"]), tuple(row["evidence"])
-    texts = (row["kernel_id"], row["error"], *values, *evidence)
-    numbers = (row["seconds"], row["at"])
-    if len(values) < 2 or not all(isinstance(text, str) for text in texts):
-        raise ValueError("an entry has a text field of the wrong type")
-    if not all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers):
-        raise ValueError("an entry has a number of the wrong type")
-    return Entry(row["kernel_id"], values, row["error"], evidence, *numbers)
 
 
 def known() -> dict[str, Any]:

@@ -16,10 +16,11 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
+from layerzero.device.memory import text_of
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.perfdb.measurement import NO_TRUST, Measurement, Platform, alike, bucket_of, median_error, weight
@@ -32,7 +33,6 @@ TORCH_DEFAULT = "torch.default"
 """The name under which times of torch's own code are kept; no kernel can bear it, since kernel ids have three parts."""
 REFUSED = "refused"  # the mode of a row that holds no time: this kernel was wrong here, or raised
 NOISE = 0.0125  # inside this band two kernels are equally fast, and their names decide
-_CALLS_KEPT = 4096
 _SIMILAR = 0.5  # weight of a measurement from another device of the family
 _SPREADS = 2.0  # a time is moved by no more: nearly all calls took less than that
 
@@ -60,11 +60,7 @@ def _threads() -> int:
 def usual_threads() -> frozenset[int]:
     """How many threads torch may use on this machine where nobody says: one for each core, or each half of one."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        with open("/sys/devices/system/cpu/smt/active", encoding="ascii") as file:
-            halves = file.read().strip() == "1"
-    except OSError:
-        halves = False
+    halves = text_of("/sys/devices/system/cpu/smt/active").strip() == "1"
     return frozenset({count, max(1, count // 2)} if halves else {count})
 
 
@@ -99,28 +95,21 @@ def measurements_from(db: PerfDB, world: World) -> Measurements:
     import torch
 
     ops, registry, count_threads = world.ops, world.registry, torch.get_num_threads
-    found: dict[tuple[str, str, str], Believed] = {}
-    # By the call itself: one selection asks for every kernel of the op, and spelling a bucket takes microseconds.
-    by_call: dict[tuple[Context, int], Believed] = {}
 
-    def ask(ctx: Context) -> Believed:
-        threads = count_threads()
-        known = by_call.get((ctx, threads))
-        if known is not None:
-            return known
+    @cache
+    def believed(op: str, bucket: str, platform: Platform, mode: str) -> Believed:
+        return judged(db.find(op, bucket, mode, REFUSED), platform, lambda name: versions_of(registry, name))
+
+    # By the call itself: one selection asks for every kernel of the op, and spelling a bucket takes microseconds.
+    @lru_cache(maxsize=4096)
+    def by_call(ctx: Context, threads: int) -> Believed:
         spec = ops.get(ctx.op)
         bucket = bucket_of(ctx, () if spec is None else spec.growing)
-        platform = platform_of(ctx.device)
-        measured = mode_of(ctx.device.device_type, capturing=ctx.capturing)
-        key = (ctx.op, bucket, f"{platform.device} {platform.threads} {measured}")
-        known = found.get(key)
-        if known is None:
-            rows = db.find(ctx.op, bucket, measured, REFUSED)
-            known = found[key] = judged(rows, platform, lambda name: versions_of(registry, name))
-        if len(by_call) >= _CALLS_KEPT:
-            by_call.clear()
-        by_call[ctx, threads] = known
-        return known
+        mode = mode_of(ctx.device.device_type, capturing=ctx.capturing)
+        return believed(ctx.op, bucket, platform_of(ctx.device), mode)
+
+    def ask(ctx: Context) -> Believed:
+        return by_call(ctx, count_threads())
 
     return Measurements(
         lambda kernel_id, ctx: ask(ctx).times.get(kernel_id),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import islice
 from typing import NamedTuple
 
@@ -78,7 +79,7 @@ class Kind:
     def __init__(self, points: Sequence[Point], axes: Sequence[str]) -> None:
         self.points, self._axes = tuple(points), axes
         self._places = [_place(axes, point.sizes) for point in self.points]
-        self._rates: dict[str, tuple[float, float, float]] = {}
+        self._reached = cache(self._rates)
 
     def estimates(
         self, names: Sequence[str], sizes: Sequence[int], dtype: str, cost: tuple[float, float], near: bool = True
@@ -114,13 +115,10 @@ class Kind:
 
     def _roofline(self, name: str, moved: float, flops: float) -> float:
         """µs of a kernel, or of torch's own code (""), for so many bytes and operations."""
-        rates = self._rates.get(name)
-        if rates is None:
-            rates = self._rates[name] = self._reached(name)
-        bandwidth, speed, least = rates
+        bandwidth, speed, least = self._reached(name)
         return max(least, moved / bandwidth if bandwidth else 0.0, flops / speed if speed else 0.0)
 
-    def _reached(self, name: str) -> tuple[float, float, float]:
+    def _rates(self, name: str) -> tuple[float, float, float]:
         """Bytes and operations per µs that were reached, and the shortest time."""
         known = [point for point in self.points if not name or name in point.ratios]
         times = [(point, point.base_us * point.ratios.get(name, 1.0)) for point in known]

@@ -43,7 +43,7 @@ def expect_index(tensor: Tensor, name: str) -> str:
     """The dtype of indices, which must be int32 or int64."""
     word = dtype_name(expect_tensor(tensor, name))
     if word not in ("int32", "int64"):
-        raise invalid("DTYPE_UNSUPPORTED", f"{name} {word}", "int32, int64", f"{name} must be int32 or int64")
+        raise invalid("DTYPE_UNSUPPORTED", f"{name} {word}", "int32 or int64", f"{name} {word}")
     return word
 
 
@@ -108,7 +108,7 @@ def simple_context(
     """A Context around one main tensor. `mixed` tolerates other tensors of another dtype (mixed-precision weights)."""
     expect_tensor(main, "input")
     if main.ndim == 0:
-        raise invalid("RANK_INVALID", 0, "1 or more", "the input is a scalar")
+        raise invalid("RANK_INVALID", 0, "1 or more", "the input has rank 0")
     for name, other in others.items():
         if other is not None:
             expect_tensor(other, name)

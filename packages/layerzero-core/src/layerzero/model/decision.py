@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, overload
+from functools import cache
+from typing import Any, ClassVar, Final
 
 from layerzero.json_form import Plain
 from layerzero.model.context import Context
@@ -133,25 +134,13 @@ class Trace(Sequence[Candidate]):
     A decision needs the ranking at once but its words only when it is explained; both come from the same values.
     """
 
-    __slots__ = ("_found", "_write")
-
     def __init__(self, write: Callable[[], tuple[Candidate, ...]]) -> None:
-        self._write = write
-        self._found: tuple[Candidate, ...] | None = None
-
-    def _all(self) -> tuple[Candidate, ...]:
-        if self._found is None:
-            self._found = self._write()
-        return self._found
+        self._all = cache(write)
 
     def __len__(self) -> int:
         return len(self._all())
 
-    @overload
-    def __getitem__(self, index: int) -> Candidate: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Candidate, ...]: ...
-    def __getitem__(self, index: int | slice) -> Candidate | tuple[Candidate, ...]:
+    def __getitem__(self, index: Any) -> Any:
         return self._all()[index]
 
     def __eq__(self, other: object) -> bool:

@@ -43,7 +43,10 @@ def check_floating(tensor: Tensor, name: str) -> str:
 
 
 def check_devices(**tensors: Tensor | None) -> None:
-    """Refuse tensors on different devices, naming each."""
+    """Refuse what is no tensor, and tensors on different devices, naming each."""
+    for name, given in tensors.items():
+        if given is not None:
+            _check_tensor(given, name)
     places = {name: str(t.device) for name, t in tensors.items() if t is not None}
     if len(set(places.values())) > 1:
         shown = ", ".join(f"{name} on {place}" for name, place in places.items())

@@ -8,16 +8,14 @@ is matched exactly. `find` is a dictionary lookup: no kernel is examined, none i
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from layerzero.model.context import Context
 from layerzero.model.situation import Situation, situation
 
 __all__ = ["DispatchTable", "Hardware", "PlanEntry", "bucket_sizes", "situation"]
-
-_ASKED_KEPT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +96,10 @@ class DispatchTable:
         return self.buckets.get(op, {}).get(axis, ())
 
     @cached_property
-    def _asked(self) -> dict[Context, PlanEntry | None]:
-        return {}
-
-    def find(self, ctx: Context) -> PlanEntry | None:
+    def find(self) -> Callable[[Context], PlanEntry | None]:
         """The entry for a call, None when the table has no such bucket. Asked before: a dictionary lookup."""
-        asked = self._asked
-        try:
-            return asked[ctx]
-        except KeyError:
-            pass
+        return lru_cache(maxsize=4096)(self._find)
+
+    def _find(self, ctx: Context) -> PlanEntry | None:
         sizes = bucket_sizes(ctx, self.buckets.get(ctx.op, {}))
-        found = None if sizes is None else self._index.get((ctx.op, situation(ctx), sizes))
-        if len(asked) >= _ASKED_KEPT:
-            asked.clear()
-        asked[ctx] = found
-        return found
+        return None if sizes is None else self._index.get((ctx.op, situation(ctx), sizes))

@@ -247,5 +247,5 @@ def pages_in_use(batch: PagedBatch, page_size: int) -> tuple[Tensor, PagedBatch]
     counts = (batch.context_lens + (page_size - 1)) // page_size
     columns = torch.arange(needed, device=tables.device)
     pages = torch.where(columns < counts.unsqueeze(-1), tables[:, :needed], 0).reshape(-1)
-    own = torch.arange(batch.batch_size * needed, dtype=tables.dtype, device=tables.device).view(-1, needed)
+    own = torch.arange(pages.numel(), dtype=tables.dtype, device=tables.device).view(batch.batch_size, needed)
     return pages, PagedBatch(own, batch.context_lens, batch.query_lens, batch.context_lens_host, batch.query_lens_host)

@@ -137,6 +137,7 @@ class Op(OperationSpec):
     keyed       how each parameter enters the key of layerzero-accel, one letter each (`layerzero_accel.functions`),
                 where that does not follow from its kind
     fusable     moves memory more than it computes: a compiler had better see its formula than one launch
+    defaults    of the `trailing` ones
     trailing    how many of the last arguments came to the op after kernels of it had been written: a call in which
                 they have their defaults leaves them out (`shorten`), so that those kernels need not take them
     """
@@ -173,12 +174,15 @@ class Op(OperationSpec):
     fusable: bool = False
     trailing: int = 0
     signature: inspect.Signature = field(init=False, compare=False, repr=False)
+    defaults: tuple[Any, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         names = parameters(self.function)
         given: dict[str, Any] = {"op_id": self.op_id or self.function.__name__}
         given["signature"] = inspect.signature(self.function)
         given["arguments"] = self.arguments or tuple(name for name in names if name != "backend")
+        last = given["arguments"][len(given["arguments"]) - self.trailing :]
+        given["defaults"] = tuple(given["signature"].parameters[name].default for name in last)
         kinds = (kind_of_argument(names.get(name, "")) for name in given["arguments"])
         given["input_kinds"] = self.input_kinds or tuple(kinds)
         given["reference"] = self.reference or self.function
@@ -218,13 +222,13 @@ class Op(OperationSpec):
     def shorten(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Canonical arguments without the last ones that may be left out, where they have their defaults."""
         kept, least = len(args), len(self.arguments) - self.trailing
-        while kept > least and args[kept - 1] is self.signature.parameters[self.arguments[kept - 1]].default:
+        while kept > least and args[kept - 1] is self.defaults[kept - 1 - least]:
             kept -= 1
         return args[:kept]
 
     def lengthen(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """All canonical arguments, with the defaults of those that were left out."""
-        return *args, *(self.signature.parameters[name].default for name in self.arguments[len(args) :])
+        return args + self.defaults[len(args) - len(self.arguments) + self.trailing :]
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, str]:

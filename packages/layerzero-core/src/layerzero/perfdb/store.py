@@ -55,9 +55,9 @@ def create(connection: sqlite3.Connection) -> None:
 
 
 def is_ours(start: bytes) -> bool:
-    """Whether a file that begins so was written here, though it may be damaged now: of five marks two are enough."""
-    marks = (b"SQLite format 3\0", APPLICATION.to_bytes(4, "big"), b"measurements", b"by_place", b"kernel_version")
-    return sum(mark in start for mark in marks) > 1
+    """Whether a file that begins so was written here, though it may be damaged now: our mark, or two of our names."""
+    names = (b"measurements", b"by_place", b"kernel_version")
+    return start[68:72] == APPLICATION.to_bytes(4, "big") or sum(name in start for name in names) > 1
 
 
 def migrate(connection: sqlite3.Connection) -> None:
@@ -78,13 +78,8 @@ def migrate(connection: sqlite3.Connection) -> None:
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
     """All of it is on disk afterwards, or nothing."""
     connection.execute("BEGIN IMMEDIATE")
-    try:
+    with connection:
         yield
-        connection.execute("COMMIT")
-    except BaseException:
-        with contextlib.suppress(sqlite3.Error):
-            connection.execute("ROLLBACK")
-        raise
 
 
 def as_before(connection: sqlite3.Connection) -> None:
@@ -122,12 +117,8 @@ _log = logging.getLogger("layerzero.perfdb")
 
 _BUSY_S = 30.0
 _WAL_FROM = (3, 51, 3)  # earlier ones can corrupt a WAL database when it is reset
-_NOT_THE_FILE = frozenset(
-    {
-        sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_NOMEM,
-        sqlite3.SQLITE_PERM, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_AUTH,
-    }
-)  # fmt: skip
+_OUTSIDE = "BUSY", "LOCKED", "FULL", "IOERR", "CANTOPEN", "NOMEM", "PERM", "INTERRUPT", "PROTOCOL", "AUTH"
+_NOT_THE_FILE = frozenset(getattr(sqlite3, f"SQLITE_{name}") for name in _OUTSIDE)
 _SELECT = f"SELECT {', '.join(COLUMNS)} FROM measurements"
 _INSERT = (
     f"INSERT INTO measurements ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) "
@@ -172,6 +163,7 @@ class PerfDB:
                 "" if foreign else f"{self.path.name} cannot be written: {error}",
                 code="PERF_FILE_FOREIGN" if foreign else None,
                 value=str(self.path) if foreign else str(error),
+                hint=None if foreign else "make room or correct the permissions there, or name another file",
             ) from error
         return len(rows)
 

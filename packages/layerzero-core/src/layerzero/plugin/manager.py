@@ -11,8 +11,7 @@ import inspect
 import time
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import pluggy
 
@@ -20,7 +19,8 @@ from layerzero import env as environment
 from layerzero.errors import LayerZeroError, PluginError, one_line
 from layerzero.json_form import Plain
 from layerzero.model.kernel import BackendSpec
-from layerzero.model.op import OperationSpec
+from layerzero.model.op import Op, OperationSpec
+from layerzero.numerics.tolerances import classify
 from layerzero.plugin import spec
 from layerzero.plugin.discovery import Found, discover, forget_versions, kept_out
 from layerzero.plugin.registrar import Registrar, check_api
@@ -29,6 +29,9 @@ from layerzero.reasons import Reason, ReasonCode, reason
 from layerzero.registry.capabilities import Capabilities, Vendor
 from layerzero.registry.kernels import KernelRegistry
 from layerzero.registry.proofs import beside
+
+# With an op come opaque ops of torch that have its name and such an end.
+_TORCH_ENDS = ("_backward", "_lse", "_lse_backward", "_quantized", "_quantized_backward", "_query", "_query_backward")
 
 
 class PluginState:
@@ -57,22 +60,6 @@ class PluginRecord(Plain):
     builtin: bool = False
     seconds: float = field(default=0.0, compare=False)
     _unshown: ClassVar = ("seconds",)
-
-
-class Loaded(NamedTuple):
-    """Everything discovery gave: the registry, the ops, one record per plugin, and in `pm` the plugins' hooks."""
-
-    registry: KernelRegistry
-    ops: Mapping[str, OperationSpec]
-    records: tuple[PluginRecord, ...]
-    pm: pluggy.PluginManager
-    capabilities: Mapping[str, Capabilities]
-    plugin_of: Mapping[str, str]
-
-    def record(self, name: str) -> PluginRecord | None:
-        """The record of a plugin, or of the plugin that brought the backend of this name."""
-        wanted = self.plugin_of.get(name, name)
-        return next((item for item in self.records if item.name == wanted), None)
 
 
 class HookView:
@@ -121,23 +108,19 @@ def load_plugins(
     """
     settings = env if isinstance(env, environment.Env) else environment.read(env)
     forget_versions()  # a package may have come or gone since the last load
-    state = _Loading(core_ops)
+    loaded = Loaded(core_ops)
     for item in discover(entry_points):
         started = time.perf_counter()
-        record = state.load(item, settings)
-        state.records.append(replace(record, seconds=time.perf_counter() - started))
-    return Loaded(
-        state.registry,
-        MappingProxyType(state.ops),
-        tuple(state.records),
-        state.pm,
-        MappingProxyType(state.capabilities),
-        MappingProxyType(state.plugin_of),
-    )
+        record = loaded.load(item, settings)
+        loaded.records += (replace(record, seconds=time.perf_counter() - started),)
+    return loaded
 
 
-class _Loading:
-    """The work in progress: grows by whole plugins only."""
+class Loaded:
+    """Everything discovery gave: the registry, the ops, one record per plugin, and in `pm` the plugins' hooks.
+
+    It grows by whole plugins only.
+    """
 
     def __init__(self, core_ops: Container[str]) -> None:
         self.core_ops = core_ops
@@ -146,7 +129,12 @@ class _Loading:
         self.ops: dict[str, OperationSpec] = {}
         self.capabilities: dict[str, Capabilities] = {}
         self.plugin_of: dict[str, str] = {}
-        self.records: list[PluginRecord] = []
+        self.records: tuple[PluginRecord, ...] = ()
+
+    def record(self, name: str) -> PluginRecord | None:
+        """The record of a plugin, or of the plugin that brought the backend of this name."""
+        wanted = self.plugin_of.get(name, name)
+        return next((item for item in self.records if item.name == wanted), None)
 
     def load(self, item: Found, env: environment.Env) -> PluginRecord:
         blank = PluginRecord(item.name, item.dist, item.version, module=item.entry.value, builtin=item.builtin)
@@ -178,9 +166,15 @@ class _Loading:
         _call(alone, "layerzero_register", registrar=registrar)
         registrar.close()
         for op_id in registrar.ops:
-            if op_id in self.ops or op_id in self.core_ops:
-                owner = "an earlier plugin" if op_id in self.ops else "layerzero-core"
-                raise PluginError(f"op {op_id!r} exists already", code="PLUGIN_DUPLICATE", value=op_id, limit=owner)
+            for name in (
+                op_id,
+                *(op_id.removesuffix(end) for end in _TORCH_ENDS),
+                *(op_id + end for end in _TORCH_ENDS),
+            ):
+                owner = "an earlier plugin" if name in self.ops else "layerzero-core" if name in self.core_ops else ""
+                if owner:
+                    text = f"op {name!r} exists already, and torch.ops.layerzero.{max(name, op_id, key=len)} with it"
+                    raise PluginError(text, code="PLUGIN_DUPLICATE", value=op_id, limit=owner, hint="rename the op")
         return registrar, hooks
 
     def _commit(self, item: Found, hooks: HookView, registrar: Registrar, blank: PluginRecord) -> PluginRecord:
@@ -195,6 +189,9 @@ class _Loading:
             fixes += [fix] if fix else []
             usable = usable or backend.available
         registry = registry.add(registrar.kernels.values()) if registrar.kernels else registry
+        for op in registrar.ops.values():
+            if isinstance(op, Op) and op.tolerance:
+                classify(op.op_id, op.tolerance)
         # Nothing below raises: the plugin is in, whole.
         self.pm.register(hooks, item.name)
         self.registry = registry

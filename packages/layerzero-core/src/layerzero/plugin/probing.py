@@ -93,29 +93,13 @@ def _parse(backend: str, code: int, data: bytes, last_line: str) -> ProbeResult:
     try:
         if len(data) > _MAX_ANSWER:
             raise ValueError("the answer is too long")
-        return _from_json(json.loads(data))
+        return ProbeResult.from_json(json.loads(data))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         return _bad(backend, reason("BACKEND_PROBE_CRASHED", f"the answer is not understood: {error}"[:400]))
 
 
 def _bad(backend: str, why: Reason) -> ProbeResult:
     return ProbeResult(BackendStatus(backend, False, reasons=(why,), fix=why.hint))
-
-
-def _from_json(data: Mapping[str, Any]) -> ProbeResult:
-    said, health = data["status"], data["health"]
-    status = BackendStatus(
-        str(said["backend"]),
-        said["available"] is True,
-        None if said["version"] is None else str(said["version"]),
-        tuple(str(kernel) for kernel in said["kernels"]),
-        tuple(Reason.from_json(item) for item in said["reasons"]),
-        str(said["fix"]),
-    )
-    if health is None:
-        return ProbeResult(status)
-    error = None if health["max_error"] is None else float(health["max_error"])
-    return ProbeResult(status, HealthReport(str(health["backend"]), health["ok"] is True, str(health["detail"]), error))
 
 
 # -- the child ------------------------------------------------------------------------------------------------------
@@ -174,7 +158,6 @@ def _bindable(status: BackendStatus, loaded: Loaded) -> BackendStatus:
 def _health(plugin: Any, backend: str, status: BackendStatus) -> dict[str, Any] | None:
     if not status.available:
         return None
-    started = time.perf_counter()
     try:
         said = call_hook(plugin, "layerzero_health", backend=backend)
     except Exception as error:
@@ -184,7 +167,7 @@ def _health(plugin: Any, backend: str, status: BackendStatus) -> dict[str, Any] 
     if not isinstance(said, HealthReport):
         text = f"layerzero_health gave {type(said).__name__}, not a HealthReport"
         return HealthReport(backend, False, text).to_json()
-    return said.to_json() | {"seconds": round(time.perf_counter() - started, 4)}
+    return said.to_json()
 
 
 def main(argv: list[str]) -> int:

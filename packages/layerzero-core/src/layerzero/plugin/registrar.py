@@ -6,6 +6,8 @@ that raises half-way leaves nothing behind, and a registrar kept for later is cl
 
 from __future__ import annotations
 
+import keyword
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,13 @@ from layerzero.model.enums import OpKind, Platform
 from layerzero.model.formula import Formula
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.op import Op, OperationSpec
-from layerzero.numerics.tolerances import classify
 from layerzero.plugin.discovery import dist_version
 from layerzero.plugin.spec import API_VERSION
 from layerzero.plugin.versions import contains
 from layerzero.registry.capabilities import Capabilities, Vendor, load_capabilities
 from layerzero.registry.fields import DEFAULT_API
 
+_NAMED = ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
@@ -30,6 +32,22 @@ def check_api(wanted: str, who: str) -> None:
     if wanted != DEFAULT_API and not contains(wanted, API_VERSION):
         text = f"{who} is written for plugin API {wanted}, this core has {API_VERSION}"
         raise PluginError(text, code="PLUGIN_API_MISMATCH", value=API_VERSION, limit=wanted)
+
+
+def check_op(op: Op) -> None:
+    """Refuse an op that no function `lz.ops.NAME` can be written for, or whose formula no kernel's call fits."""
+    given = op.signature.parameters
+    kinds = ("POSITIONAL_OR_KEYWORD",) if op.reference is op.function and "backend" not in given else _NAMED
+    plain = op.arguments and all(p.kind.name in kinds and not p.name.startswith("_") for p in given.values())
+    named = re.fullmatch(r"[a-z][a-z0-9_]{0,63}", op.op_id) and not keyword.iskeyword(op.op_id)
+    for right, needed in (
+        (named, "a name of lowercase letters, digits and underscores that is no keyword of Python"),
+        (callable(op.describe), "a function `describe`: (Call) -> Context"),
+        (plain, "parameters that go by position or by name, none of which begins with an underscore"),
+    ):
+        if not right:
+            text = f"op {op.op_id[:70]!r}, {op.signature}: it needs {needed}"
+            raise PluginError(text, code="VALUE_INVALID", value=op.op_id, limit=needed, hint=f"give it {needed}")
 
 
 def kernels_of(op: Op, version: str) -> Iterator[KernelSpec]:
@@ -115,11 +133,10 @@ class Registrar:
         if spec.op_id in self.ops:
             text = f"op {spec.op_id!r} was registered twice"
             raise PluginError(text, code="PLUGIN_DUPLICATE", value=spec.op_id, limit=self.plugin)
-        self.ops[spec.op_id] = spec
         if isinstance(spec, Op):
-            if spec.tolerance:
-                classify(spec.op_id, spec.tolerance)
+            check_op(spec)
             self._add_kernels(*kernels_of(spec, self.version))
+        self.ops[spec.op_id] = spec
 
     def close(self) -> None:
         """End of the hook: later calls raise."""

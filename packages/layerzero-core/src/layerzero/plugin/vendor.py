@@ -19,6 +19,7 @@ from typing import Any
 
 import importlib_metadata
 
+from layerzero.device.memory import text_of
 from layerzero.errors import one_line
 from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import BackendSpec, KernelSpec
@@ -170,11 +171,7 @@ def _behind_pth(module: str) -> tuple[Path, Path] | None:
     top = module.partition(".")[0]
     for entry in filter(os.path.isdir, sys.path):
         for pth in sorted(Path(entry).glob("*.pth")):
-            try:
-                lines = pth.read_text(encoding="utf-8", errors="replace").splitlines()
-            except OSError:
-                continue
-            for line in lines:
+            for line in text_of(pth).splitlines():
                 place = Path(entry, line.strip())
                 if not line.strip() or line.startswith(("#", "import ", "import\t")) or str(place) in sys.path:
                     continue

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from layerzero.env import Env
-from layerzero.errors import PolicyValidationError
+from layerzero.errors import PolicyValidationError, did_you_mean
 from layerzero.kinds import PATTERNS, Place, spell
 from layerzero.model.config import (
     BreakerSettings,
@@ -82,7 +82,8 @@ class PolicyLayer:
         locks, boosts = said.pop("locks", None) or {}, said.pop("boosts", None) or {}
         for name, value in {**said, "locks": locks, "boosts": boosts}.items():
             if name not in POLICY:
-                raise _wrong(source, (name,), f"expected a setting named {', '.join(POLICY)}, got {value!r}", value)
+                near = did_you_mean(name, POLICY, f"use one of: {', '.join(POLICY)}")
+                raise _wrong(source, (name,), f"expected the name of a setting; {near}", value)
             for problem in POLICY[name][0].problems(value, (name,)):
                 raise _wrong(source, problem.place, problem.text, problem.value, problem.expected)
         return cls(
@@ -121,7 +122,7 @@ def _rules(source: str, given: Any) -> Iterator[Rule]:
 
 
 def _patterns(source: str, name: str, given: str | Iterable[str]) -> tuple[str, ...]:
-    found = (given,) if isinstance(given, str) else tuple(given)
+    found = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
     for problem in PATTERNS.problems(found, (name,)):
         raise _wrong(source, (name,), problem.text, problem.value, problem.expected)
     return tuple(dict.fromkeys(found))
@@ -131,7 +132,9 @@ def _wrong(source: str, place: Place, text: str, value: object, expected: str = 
     where = f"{source}: " if source else ""
     # of a setting its own name is the key, of a lock or boost the entry
     key = spell(place if place[0] in ("locks", "boosts", "rules") else place[:1])
-    return PolicyValidationError(f"{where}{spell(place)}: {text}", key=key, value=value, limit=expected or None)
+    hint = "`lz policy init` writes a file with every setting, its values and its default"
+    limit = expected or None
+    return PolicyValidationError(f"{where}{spell(place)}: {text}", key=key, value=value, limit=limit, hint=hint)
 
 
 def from_env(env: Env) -> PolicyLayer:

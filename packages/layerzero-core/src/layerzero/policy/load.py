@@ -78,7 +78,9 @@ def from_bytes(raw: bytes, name: str, *, trusted: bool = True) -> PolicyLayer:
     return _layer(_parsed(raw, name), Level.FILE, trusted)
 
 
-def mistakes(path: str | os.PathLike[str], *, known_fields: Collection[str] | None = None) -> list[ConfigurationError]:
+def mistakes(
+    path: str | os.PathLike[str], *, known_fields: Collection[str] | None = None, trusted: bool = True
+) -> list[ConfigurationError]:
     """Everything that is wrong with a file, in its order; what cannot be read or parsed at all is one mistake.
 
     `known_fields`, when given, are the context fields a rule may name.
@@ -87,7 +89,7 @@ def mistakes(path: str | os.PathLike[str], *, known_fields: Collection[str] | No
         parsed = _parsed(read_bytes(path), os.fspath(path))
     except ConfigurationError as error:
         return [error]
-    return list(_mistakes(parsed, True, known_fields))
+    return list(_mistakes(parsed, trusted, known_fields))
 
 
 def _parsed(raw: bytes, name: str) -> Parsed:

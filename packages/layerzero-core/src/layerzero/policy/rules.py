@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cache, lru_cache
 from operator import ge, gt, le, lt
 from typing import Any, Final
 
@@ -67,24 +67,16 @@ def matches_any(patterns: Iterable[str], kernel_id: str, backend: str) -> str | 
 class Judge:
     """The rules that hold for one call, ready to be asked about many kernels. Remembers its verdicts."""
 
-    __slots__ = ("_neutral", "_verdicts", "locked_to", "rules")
-
     def __init__(self, rules: tuple[Rule, ...]) -> None:
         self.rules = rules
-        self._verdicts: dict[tuple[str, str], Verdict] = {}
+        self._judged = cache(self._judge)
         lock = next((rule.lock for rule in rules if rule.lock is not None), None)
         self.locked_to = lock or None
         silent = all(not (r.allow or r.deny or r.prefer or r.avoid or r.boosts) for r in rules)
         self._neutral = (Verdict(locked_to=self.locked_to) if self.locked_to else NEUTRAL) if silent else None
 
     def __call__(self, kernel_id: str, backend: str) -> Verdict:
-        if self._neutral is not None:
-            return self._neutral
-        key = (kernel_id, backend)
-        verdict = self._verdicts.get(key)
-        if verdict is None:
-            verdict = self._verdicts[key] = self._judge(kernel_id, backend)
-        return verdict
+        return self._neutral or self._judged(kernel_id, backend)
 
     def _judge(self, kernel_id: str, backend: str) -> Verdict:
         denied_by: str | None = None

@@ -13,14 +13,14 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from layerzero.device.signature import family_of
-from layerzero.errors import LayerZeroError
 from layerzero.health.quarantine import Quarantine, QuarantineEntry
+from layerzero.measurements.database import database
 from layerzero.measurements.shipped import standing
 from layerzero.model.config import Policy
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import Platform
 from layerzero.plugin.discovery import CORE_DIST, dist_version
-from layerzero.policy.load import discover, load_file
+from layerzero.policy.load import discover, mistakes
 from layerzero.policy.rules import matches_any
 from layerzero.public.checks import Check, Situation, Status, verdict_on
 from layerzero.reasons import ReasonCode, reason
@@ -138,6 +138,20 @@ def shipped(now: Situation, only: str | None = None) -> list[Check]:
     return found
 
 
+def measured(now: Situation) -> Iterable[Check]:
+    """The database of the times that were measured here, and what became of damaged ones."""
+    db = database(now.world.policy)
+    if db is None or not db.path.exists():
+        return
+    group, name, rows = "measured times", db.path.name, len(db)
+    if not db.problems:
+        yield Check(group, name, Status.OK, f"{rows} rows in {db.path}")
+    yield from (Check.because(group, name, Status.WARN, why) for why in db.problems)
+    for kept in sorted(db.path.parent.glob(f"{name}.corrupt-{'?' * 32}")):
+        fix = "lz tune measures anew what is lost; then remove the file"
+        yield Check(group, name, Status.WARN, f"was damaged, and set aside as {kept}", ReasonCode.CACHE_CORRUPT, fix)
+
+
 # -- settings ----------------------------------------------------------------------------------------------------
 def settings(now: Situation) -> list[Check]:
     """Variables that are wrong or unknown, and every policy file."""
@@ -160,13 +174,10 @@ def misspelt(group: str, now: Situation, status: str, otherwise: str = "") -> It
 def _policy_files(now: Situation) -> list[Check]:
     checks: list[Check] = []
     for found in discover(now.env):
-        try:
-            load_file(found.path, trusted=found.trusted)
-        except LayerZeroError as error:
-            checks.append(Check.error("settings", "policy file", error))
-            continue
+        wrong = mistakes(found.path, trusted=found.trusted)
         trust = "" if found.trusted else " (in the working directory)"
-        checks.append(Check("settings", "policy file", Status.OK, f"{found.path}{trust}"))
+        fine = Check("settings", "policy file", Status.OK, f"{found.path}{trust}")
+        checks += [Check.error("settings", "policy file", error) for error in wrong] or [fine]
     told = {check.message for check in checks if check.status == Status.FAIL}
     if now.problem is not None:
         merged = Check.error("settings", "policy", now.problem)

@@ -18,7 +18,7 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.plugin.manager import PluginState
 from layerzero.plugin.probing import ProbeResult, probe
 from layerzero.policy.layers import from_env, merge
-from layerzero.policy.load import discover, from_mapping, load_file
+from layerzero.policy.load import discover, from_mapping, load_file, mistakes
 from layerzero.policy.rules import matches
 from layerzero.public.check_machine import health, misspelt
 from layerzero.public.checks import Check, ReadinessReport, Situation, Status, some_of, verdict_on
@@ -79,7 +79,8 @@ def _policy(now: Situation, config: Config) -> tuple[Policy | None, list[Check]]
         else:
             policy = now.world.policy
     except LayerZeroError as error:
-        return None, [*wrong, Check.error("policy", "policy", error)]
+        found = mistakes(config) if isinstance(config, (str, os.PathLike)) else ()
+        return None, [*wrong, *(Check.error("policy", "policy", item) for item in found or (error,))]
     if wrong:
         return None, wrong
     where = f"{config}" if isinstance(config, (str, os.PathLike)) else "in force" if config is None else "given"

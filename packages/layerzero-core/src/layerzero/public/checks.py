@@ -230,7 +230,7 @@ def doctor(backend: str | None = None, *, timeout: float | None = None, probe: b
     a wrong variable or a corrupt policy file is a finding, never an exception.
     """
     from layerzero.public.check_backends import clashes, first_use, plugins, unknown, vendors
-    from layerzero.public.check_machine import health, libraries, platform, settings, shipped
+    from layerzero.public.check_machine import health, libraries, measured, platform, settings, shipped
     from layerzero.public.check_policy import table
 
     now = look()
@@ -240,17 +240,17 @@ def doctor(backend: str | None = None, *, timeout: float | None = None, probe: b
         found += [*first_use(now, backend), *shipped(now, backend)] if found else []
         return DoctorReport(tuple(found or unknown(now, backend)))
     plan = table(now, now.world, "settings")
-    checks = [*platform(now), *settings(now), plan, *found, *clashes(now), *first_use(now), *shipped(now), *health(now)]
-    return DoctorReport(tuple(checks), libraries())
+    rest = [*clashes(now), *first_use(now), *shipped(now), *measured(now), *health(now)]
+    return DoctorReport((*platform(now), *settings(now), plan, *found, *rest), libraries())
 
 
 def readiness_check(
     config: str | os.PathLike[str] | Mapping[str, Any] | None = None, *, production: bool = False
 ) -> ReadinessReport:
-    """May this process take traffic? Schemas, policy, the kernels the policy needs, JIT artifacts, caches.
+    """Check whether this process may take traffic: schemas, policy, the kernels it needs, JIT artifacts, caches.
 
     `config` is a policy file (or a mapping in its form) to judge instead of the policy in force. What the policy
-    names and cannot be had is a failure with its fix; `report.require()` turns failures into an exception. With
+    names and is not available is a failure with its fix; `report.require()` turns failures into an exception. With
     `production` also what a server must not start with: kernels that may be chosen and are not compiled, quarantined
     ones, misspelt variables, a compiler or a tuner beside requests.
     """

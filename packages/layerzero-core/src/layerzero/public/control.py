@@ -22,8 +22,8 @@ def configure(*, expires_in: float | None = None, **settings: Any) -> Policy:
     """Set policy from code; a second call replaces the settings it names and keeps the rest.
 
     Settings are those of the policy file: locks, allow, deny, prefer, avoid, boosts, strict_mode,
-    allow_adaptation, deterministic, memory_headroom_mb, breaker, cache, ... `expires_in` timeboxes this call's
-    settings: after that many seconds they are gone. `lz.configure()` alone returns the policy in force.
+    allow_adaptation, deterministic, memory_headroom_mb, breaker, cache, ... With `expires_in` the settings of
+    this call expire after so many seconds. `lz.configure()` alone returns the policy in force.
     """
     if expires_in is not None:
         if isinstance(expires_in, bool) or not isinstance(expires_in, (int, float)) or not 0 < expires_in < math.inf:
@@ -66,7 +66,7 @@ def reload_config() -> bool:
 
 
 def use_table(path: str | os.PathLike[str] | None) -> None:
-    """Obey the dispatch table in this file from now on; None goes back to selecting at run time.
+    """Follow the dispatch table in this file from now on; None goes back to selecting at run time.
 
     A table that does not hold here (another machine, policy or kernel version) is refused with the reason.
     """
@@ -86,7 +86,7 @@ def use_table(path: str | os.PathLike[str] | None) -> None:
 
 
 def lock(op: str, kernel_id: str) -> None:
-    """Run this kernel for this op, whatever scores say; a call it cannot serve raises."""
+    """Always run this kernel for this op; a call that it cannot serve raises LockedKernelError."""
     world = state.world
     if op not in world.ops and "*" not in op:
         near = ", ".join(nearest(op, world.ops) or sorted(world.ops)[:8])

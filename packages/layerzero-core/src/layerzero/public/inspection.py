@@ -80,7 +80,7 @@ def explain(
 
 
 def which(op: str, *args: Any, compiled: bool = False, **kwargs: Any) -> str:
-    """The kernel id a call would run, by itself or inside a graph of torch.compile."""
+    """The id of the kernel that a call would run, eagerly or (`compiled=True`) inside a torch.compile graph."""
     return select(op, *args, compiled=compiled, **kwargs).chosen
 
 

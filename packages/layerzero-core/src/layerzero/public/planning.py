@@ -31,11 +31,11 @@ class Plan(Protocol):
 
 
 def plan(op: str, *args: Any, check: bool = False, **kwargs: Any) -> Plan:
-    """Bind a call once; the returned function takes the same arguments and costs next to nothing more than the kernel.
+    """Select and bind a kernel once; the returned function takes the same arguments, with next to no call overhead.
 
-    Unchecked by contract: call it only with tensors of the same shapes, dtypes, strides, device and modes.
+    Arguments are not checked: call it only with tensors of the same shapes, dtypes, strides, device and modes.
     `check=True` (or LAYERZERO_DEBUG) verifies that at each call and raises PlanMismatchError. Options may be left out
-    or said again; others than it was bound with raise PlanMismatchError, but for numbers it obeys (scale, eps).
+    or repeated; other values than it was bound with raise PlanMismatchError, except for scale and eps.
     The plan keeps its kernel even when policy changes; a kernel that raises still fails over. A dual tensor of
     forward-mode AD keeps its tangent: that call takes the plain formula. Dispatch modes, tracers and profilers do not
     see a planned call. Attributes: `kernel_id`, `transforms`, `decision`.
@@ -106,7 +106,6 @@ def _same_options(op: str, fixed: dict[str, Any], given: dict[str, Any]) -> None
             shown = [f"a {type(item).__name__}" if isinstance(item, Tensor) else item for item in (value, wanted)]
             raise PlanMismatchError(
                 f"plan for {op}: {name} is {shown[0]!r}, it was bound with {shown[1]!r}",
-                code="PLAN_ARGUMENTS_CHANGED",
                 value=f"{name}={shown[0]!r}",
                 limit=f"{name}={shown[1]!r}",
             )
@@ -217,7 +216,12 @@ def _checked(planned: Callable[..., Any], call: _Call) -> Any:
         values, given_layout, _ = _complete(public, options, args, kwargs)
         found = generic_key(public.op_id, values, given_layout, backend)
         if found != wanted or not modes.plain(modes.tensors_of(values)):
-            raise PlanMismatchError(f"plan for {public.op_id}", value=_words(found), limit=_words(wanted))
+            bound, here = (
+                _words([part for part in one or () if part not in (other or ())]) or "plain tensors"
+                for one, other in ((wanted, found), (found, wanted))
+            )
+            told = f"the plan for {public.op_id} was bound for {bound}, called with {here}"
+            raise PlanMismatchError(told, value=_words(found), limit=_words(wanted))
         return planned(*args, **kwargs)
 
     return checked

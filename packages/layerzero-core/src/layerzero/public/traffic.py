@@ -11,7 +11,7 @@ from typing import Any
 
 from layerzero import companions
 from layerzero.dispatch import compiling as jit
-from layerzero.errors import InvalidInputError, invalid
+from layerzero.errors import invalid
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.recording.tally import Tally
@@ -43,7 +43,9 @@ def record(path: str | os.PathLike[str] | None = None) -> Iterator[Recording]:
     LAYERZERO_RECORD=file does the same for a whole process. One recording at a time; a nested one is refused.
     """
     if not _recording.acquire(blocking=False):
-        raise invalid("VALUE_INVALID", "lz.record()", "one at a time", "traffic is being recorded already")
+        raise invalid(
+            "VALUE_INVALID", "lz.record()", "one at a time", "lz.record(): traffic is recorded already, one at a time"
+        )
     before, tally = state.tally, Tally()
     try:
         _ = state.world
@@ -81,10 +83,8 @@ def _calls(source: Any, device: DeviceSpec | None) -> Iterator[tuple[str, Record
     for item in found if isinstance(found, Iterable) else (found,):
         call = Recorded(item) if isinstance(item, Context) else item
         if not isinstance(call, Recorded):
-            raise InvalidInputError(
-                code="TYPE_INVALID", value=type(item).__name__,
-                limit="traffic, a file of it, a grid file, a model configuration, or contexts",
-            )  # fmt: skip
+            expected = "traffic, a file of it, a grid file, a model configuration, or contexts"
+            raise invalid("TYPE_INVALID", type(item).__name__, expected)
         ctx = call.context
         yield f"{ctx.op} {ctx.dtype} {' '.join(f'{name}={size}' for name, size in ctx.dims)}", call
 
@@ -153,9 +153,9 @@ def warmup(
     `result.wait()` waits for the background.
     """
     if timeout is not None and not timeout >= 0:
-        raise InvalidInputError(code="VALUE_INVALID", value=f"timeout={timeout}", limit="seconds, 0 or more")
+        raise invalid("VALUE_INVALID", f"timeout={timeout}", "seconds, 0 or more")
     if workers is not None and workers < 1:
-        raise InvalidInputError(code="VALUE_INVALID", value=f"workers={workers}", limit="1 or more")
+        raise invalid("VALUE_INVALID", f"workers={workers}", "1 or more")
     _ = state.world
     if retry:
         jit.forget_failures()

@@ -6,16 +6,16 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from layerzero.errors import ConfigurationError, LayerZeroError
 from layerzero.files import locked, set_aside, write_whole
-from layerzero.json_form import plain
-from layerzero.model.context import Context, Strides, TokenizerIdentity
+from layerzero.json_form import field_readers, plain
+from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
-from layerzero.model.enums import Causal, Layout, MaskKind, OpKind
+from layerzero.model.enums import OpKind
 from layerzero.reasons import ReasonCode
 
 if TYPE_CHECKING:
@@ -25,12 +25,8 @@ Made = TypeVar("Made")
 
 FORMAT = "layerzero-traffic/1"
 _MAX_BYTES = 256 << 20
-_SKIPPED = frozenset({"device", "notes"})
-_KINDS: dict[str, Any] = {
-    "kind": OpKind, "layout": Layout, "causal": Causal, "mask": MaskKind, "kv_cache_layout": Layout,
-}  # fmt: skip
-_SETS = ("needs", "switched_off", "vetoed")
-_FIELDS = {item.name for item in fields(Context) if item.init and item.name not in _SKIPPED}
+# Everything about a call but its sizes, the device and what is only for reports.
+_READERS = {name: read for name, read in field_readers(Context).items() if name not in ("device", "dims", "notes")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +88,10 @@ def context_to_json(ctx: Context) -> dict[str, Any]:
     """Everything about a call but the device and what is only for reports; defaults are left out."""
     usual = Context(ctx.op, dims=ctx.dims) if ctx.kind is not OpKind.TOKENIZATION else None
     found: dict[str, Any] = {"op": ctx.op, "device_type": ctx.device.device_type, "sizes": dict(ctx.dims)}
-    for name in (item.name for item in fields(Context) if item.name in _FIELDS - {"op", "dims"}):
+    for name in (name for name in _READERS if name != "op"):
         value = getattr(ctx, name)
-        if usual is not None and value == getattr(usual, name):
-            continue
-        found[name] = plain(value)
+        if usual is None or value != getattr(usual, name):
+            found[name] = plain(value)
     return found
 
 
@@ -105,25 +100,13 @@ def context_from_json(data: dict[str, Any], device: DeviceSpec) -> Context:
     if not isinstance(data, dict):
         raise _bad("a call is no mapping", type(data).__name__)
     given = {name: value for name, value in data.items() if name not in ("device_type", "sizes")}
-    unknown = sorted(set(given) - _FIELDS)
+    unknown = sorted(given.keys() - _READERS.keys())
     if unknown:
         raise _bad(f"unknown field {unknown[0]!r}", unknown[0])
     try:
-        for name, kind in _KINDS.items():
-            if given.get(name) is not None:
-                given[name] = kind(given[name])
-        for name in _SETS:
-            if name in given:
-                given[name] = frozenset(str(item) for item in given[name])
-        for name in ("dtypes", "window"):
-            if given.get(name) is not None:
-                given[name] = tuple(given[name])
-        if "strides" in given:
-            given["strides"] = Strides(**given["strides"])
-        if given.get("tokenizer") is not None:
-            given["tokenizer"] = TokenizerIdentity(**given["tokenizer"])
         dims = tuple((str(name), _whole(size)) for name, size in data.get("sizes", {}).items())
-        return Context(**given, device=device, dims=dims)
+        read = {name: _READERS[name](value) for name, value in given.items()}
+        return Context(**read, device=device, dims=dims)
     except LayerZeroError as error:
         raise _bad(str(error), str(error)) from None
     except (TypeError, ValueError, AttributeError) as error:
@@ -182,7 +165,8 @@ def calls_from_json(
             context = context_from_json(entry["context"], devices[kind])
             calls.append(made(context, entry, _frozen(entry.get("strides"))))
         except LayerZeroError as error:
-            raise ConfigurationError(f"{Path(path).name}: {where}: {error}", code=error.code, value=where) from None
+            message = f"{Path(path).name}: {where}: {error.body}"
+            raise ConfigurationError(message, code=error.code, value=where, hint=error.hint) from None
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ConfigurationError(
                 f"{Path(path).name}: {where}: {error!r}", code="SCHEMA_INVALID", value=where

@@ -8,26 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from layerzero.errors import CapabilitiesError, ConfigurationError
 from layerzero.model.config import FrozenMap
-from layerzero.model.device import DEFAULT_GENERATIONS, GenerationMap, canonical_cpu_feature
-from layerzero.model.enums import Layout, Platform
+from layerzero.model.device import DEFAULT_GENERATIONS, GenerationMap
+from layerzero.model.enums import Platform
 from layerzero.model.kernel import KernelSpec, Limit
-from layerzero.registry.fields import DEFAULT_API, DOCUMENT, FLAG_FEATURES, SCHEMA_VERSION
+from layerzero.registry.fields import DEFAULT_API, DOCUMENT, FLAG_FEATURES, KERNEL, SCHEMA_VERSION
 from layerzero.registry.kinds import check_depth, decoded, digest, fail, read
 
-# Fields that mean the same in the file and in KernelSpec; those of the second group are empty when left out.
-_SAME = (
-    "kernel_id", "function", "dtypes", "priority", "min_sm", "max_sm", "mixed_dtypes", "stride_last_dim", "contiguous",
-    "aligned_strides", "pointer_alignment", "square", "graph_safe", "traceable", "deterministic",
-    "batch_invariant", "tp_invariant", "jit", "workspace", "predicate", "doc", "weight_layout", "packer", "compiler",
-)  # fmt: skip
-_LEFT_OUT = ("instruction_families", "layouts", "granularities", "adapt", "guards", "fuses", "jit_key")
-_pick = itemgetter(*_SAME)
+# Fields that make features and limits of a KernelSpec, and those it calls otherwise; all others it has as they are.
+_MADE_INTO = frozenset({*FLAG_FEATURES, "attn_mask", "causal", "paged", "head_dim", "max_seq_len"})
+_RENAMED = {"generations": "supported_generations", "grid": "grid_layout"}
+_NAMES = frozenset(field.name for field in KERNEL.fields)
 
 
 def kernel_spec(
@@ -38,62 +33,43 @@ def kernel_spec(
     if kernel_id.split(".")[0] != backend:
         text, limit = f"{kernel_id[:60]!r} does not begin with {backend!r}", f"{backend}.{op}.<variant>"
         raise fail(f"{where}.kernel_id", text, code="KERNEL_ID_INVALID", value=kernel_id, limit=limit)
-    chosen = entry["platforms"] or platforms
+    chosen = entry.get("platforms") or platforms
     if not chosen:
         text = "missing; neither the kernel nor the file names platforms"
         raise fail(f"{where}.platforms", text, code="SCHEMA_FIELD_MISSING", value="platforms")
-    low, high = entry["min_sm"], entry["max_sm"]
+    low, high = entry.get("min_sm"), entry.get("max_sm")
     if low is not None and high is not None and low > high:
         raise fail(f"{where}.min_sm", f"{low} exceeds max_sm {high}", value=low, limit=high)
-    paged = entry["paged"] if isinstance(entry["paged"], dict) else {}
-    limits = tuple(_limits(entry, paged, where).items())
-    # Only what the entry says; a kernel has a tenth of all fields, and a first call builds hundreds of kernels.
-    given: dict[str, Any] = dict(zip(_SAME, _pick(entry), strict=True))
-    given |= {name: entry[name] for name in _LEFT_OUT if entry[name]}
-    if entry["head_dim"] and entry["head_dim"]["pairs"]:
-        given["head_dim_pairs"] = entry["head_dim"]["pairs"]
-    if entry["priority_below"]:
+    paged = entry["paged"] if isinstance(entry.get("paged"), dict) else {}
+    given = {_RENAMED.get(name, name): value for name, value in entry.items() if name not in _MADE_INTO}
+    given |= {"platforms": chosen, "features": _features(entry), "limits": tuple(_limits(entry, paged, where).items())}
+    if pairs := entry.get("head_dim", {}).get("pairs"):
+        given["head_dim_pairs"] = pairs
+    if "priority_below" in entry:
         found = entry["priority_below"].items()
         given["priority_below"] = tuple(sorted((name, (item["size"], item["priority"])) for name, item in found))
-    if entry["generations"]:
-        given["supported_generations"] = entry["generations"]
-    if entry["cpu_features"]:
-        given["cpu_features"] = frozenset(canonical_cpu_feature(word) for word in entry["cpu_features"])
+    if "error_bounds" in entry:
+        given["error_bounds"] = tuple(sorted(entry["error_bounds"].items()))
     if paged.get("layouts"):
-        given["kv_cache_layouts"] = frozenset(Layout(word) for word in paged["layouts"])
+        given["kv_cache_layouts"] = paged["layouts"]
     if paged.get("index_dtypes"):
         given["index_dtypes"] = paged["index_dtypes"]
-    if entry["quant_formats"]:
-        given["quant_formats"] = frozenset(item.value for item in entry["quant_formats"])
-    if entry["error_bounds"]:
-        given["error_bounds"] = tuple(sorted(entry["error_bounds"].items()))
     try:
-        return KernelSpec(
-            op=op,
-            backend=backend,
-            version=version,
-            platforms=chosen,
-            features=_features(entry),
-            limits=limits,
-            grid_layout=entry["grid"],
-            **given,
-        )
+        return KernelSpec(op=op, backend=backend, version=version, **given)
     except ConfigurationError as error:
         cause = error.reasons[0]
         name = "kernel_id" if error.code == "KERNEL_ID_INVALID" else str(cause.value).replace("grid_layout", "grid")
-        key = f"{where}.{name}" if name in entry else where
+        key = f"{where}.{name}" if name in _NAMES else where
         text = error.body.replace("grid_layout", "grid")
         raise fail(key, text, code=error.code, value=cause.value, limit=cause.limit) from None
 
 
 def _features(entry: Mapping[str, Any]) -> frozenset[str]:
-    found = [name for name in FLAG_FEATURES if entry[name]]
-    found += entry["features"] or ()
-    if entry["attn_mask"]:
-        found += [f"mask_{kind}" for kind in entry["attn_mask"]]
-    if entry["causal"]:
-        found += [f"causal_{side}" for side in entry["causal"]]
-    if entry["paged"] is not False:
+    found = [name for name in FLAG_FEATURES if entry.get(name)]
+    found += entry.get("features", ())
+    found += [f"mask_{kind}" for kind in entry.get("attn_mask", ())]
+    found += [f"causal_{side}" for side in entry.get("causal", ())]
+    if entry.get("paged", False) is not False:
         found.append("paged")
     return frozenset(found)
 
@@ -110,11 +86,11 @@ def _limits(entry: Mapping[str, Any], paged: Mapping[str, Any], where: str) -> d
             cause = error.reasons[0]
             raise fail(f"{where}.{key}", error.body, value=cause.value, limit=cause.limit) from None
 
-    if entry["head_dim"] is not None:
+    if "head_dim" in entry:
         put("head_dim", "head_dim", **{k: v for k, v in entry["head_dim"].items() if k != "pairs"})
-    for name, bounds in entry["limits"].items():
+    for name, bounds in entry.get("limits", {}).items():
         put(name, f"limits.{name}", **bounds)
-    if entry["max_seq_len"] is not None:
+    if "max_seq_len" in entry:
         put("seq_len_q", "max_seq_len", max=entry["max_seq_len"])
         put("seq_len_k", "max_seq_len", max=entry["max_seq_len"])
     if paged.get("page_sizes"):

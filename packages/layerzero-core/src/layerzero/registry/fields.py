@@ -11,6 +11,7 @@ import re
 from functools import lru_cache
 
 from layerzero.model.context import KEYABLE
+from layerzero.model.device import canonical_cpu_feature
 from layerzero.model.enums import Causal, GPUGeneration, InstructionFamily, Layout, Platform, QuantFormat
 from layerzero.registry.kinds import (
     EXPRESSION,
@@ -93,6 +94,18 @@ def _jit_field(word: str) -> None:
         _refuse_misspelt(word, KEYABLE)
 
 
+def _spelt(words: list[str]) -> frozenset[str]:
+    return frozenset(map(canonical_cpu_feature, words))
+
+
+def _values(members: list[QuantFormat]) -> frozenset[str]:
+    return frozenset(item.value for item in members)
+
+
+def _layouts(words: list[str]) -> frozenset[Layout]:
+    return frozenset(map(Layout, words))
+
+
 _NAME = text(r"^[a-z0-9][a-z0-9_\-]{0,63}\Z", "a lowercase name such as 'flashattn'")
 _WORD = text(r"^[a-z][a-z0-9_]{0,63}\Z", "a lowercase word")
 _OP = text(r"^[a-z][a-z0-9_.]{0,63}\Z", "the name of an op such as 'rms_norm'")
@@ -119,7 +132,7 @@ HEAD_DIM = Record(
 PAGED = Record(
     "paged",
     Field("page_sizes", list_of(whole(1), 1), "allowed tokens per page; any when left out"),
-    Field("layouts", list_of(choice(frozenset({"NHD", "HND"})), 1), "allowed cache layouts"),
+    Field("layouts", list_of(choice(frozenset({"NHD", "HND"})), 1, to=_layouts), "allowed cache layouts"),
     Field("index_dtypes", list_of(choice(frozenset({"int32", "int64"})), 1), "allowed block table dtypes"),
 )
 
@@ -143,7 +156,7 @@ KERNEL = Record(
     Field("max_sm", _SM, "newest SM it may run on"),
     Field("generations", list_of(choice(GPUGeneration, by_name=True), 1), "GPU generations it is made for"),
     Field("instruction_families", list_of(choice(InstructionFamily), 1), "needs at least one of these"),
-    Field("cpu_features", list_of(_WORD, 1), "needs all of these, in torch.cpu.get_capabilities() words"),
+    Field("cpu_features", list_of(_WORD, 1, to=_spelt), "needs all of these, in torch.cpu.get_capabilities() words"),
     # sizes
     Field("head_dim", HEAD_DIM, "limits on head_dim"),
     Field("max_seq_len", whole(1), "short for limits on seq_len_q and seq_len_k"),
@@ -155,7 +168,7 @@ KERNEL = Record(
     Field("causal", list_of(choice(frozenset(c.value for c in Causal if c is not Causal.NONE))), "alignments"),
     Field("paged", either(lambda value: isinstance(value, bool), FLAG, PAGED), "reads a paged KV cache", default=False),
     Field("features", list_of(_FEATURE), "any other feature words"),
-    Field("quant_formats", list_of(choice(QuantFormat), 1), "quantized formats"),
+    Field("quant_formats", list_of(choice(QuantFormat), 1, to=_values), "quantized formats"),
     Field("granularities", list_of(_WORD, 1), "scale granularities"),
     Field("weight_layout", _WORD, "takes only weights that its packer, or one of the same layout, has packed"),
     Field("packer", _FUNCTION, "function (QuantizedTensor) -> tuple of tensors in weight_layout"),
@@ -192,6 +205,7 @@ KERNEL = Record(
     ),
     Field("error_bounds", map_of(number(0.0), _WORD), "largest error against the reference, by dtype or format"),
     Field("predicate", _FUNCTION, "function (Context) -> list of Reason for what data cannot say"),
+    sparse=True,  # a kernel says a tenth of it, and a first call builds hundreds of kernels
 )
 
 _DIST = text(r"^[A-Za-z0-9][A-Za-z0-9._\-]*\Z", "a distribution name")

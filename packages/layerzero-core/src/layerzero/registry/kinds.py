@@ -355,17 +355,18 @@ class Field:
 class Record(Kind):
     """An object with a closed set of keys: the declarative table that validator and schema are read from.
 
-    Every declared key is given, defaults filled in. A missing or unknown key is an error that names it.
+    Every declared key is given, defaults filled in unless it is `sparse`. A missing or unknown key is an error that
+    names it.
     """
 
     __slots__ = ("_defaults", "_known", "_required", "fields", "title")
 
-    def __init__(self, title: str, *fields: Field) -> None:
+    def __init__(self, title: str, *fields: Field, sparse: bool = False) -> None:
         super().__init__(self._parse, self._schema)
         self.title = title
         self.fields = fields
         self._known = {entry.name: entry for entry in fields}
-        self._defaults = {entry.name: entry.default for entry in fields}
+        self._defaults = {} if sparse else {entry.name: entry.default for entry in fields}
         self._required = frozenset(entry.name for entry in fields if entry.required)
 
     def _parse(self, value: Any, where: Where) -> dict[str, Any]:

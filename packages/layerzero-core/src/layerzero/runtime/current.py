@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from layerzero.runtime.late_ops import LATE_OPS, LateTable
+from layerzero.op_tables import LATE_OPS, LateTable
 
 if TYPE_CHECKING:
     from layerzero.model.op import Op

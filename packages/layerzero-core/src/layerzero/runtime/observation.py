@@ -74,13 +74,12 @@ def _counted() -> Iterator[Family]:
     numbers = state.counters.to_json()
     yield family("layerzero_bucketed_hits_total", numbers["bucketed_hits"])
     yield family("layerzero_world_swaps_total", numbers["swaps"])
-    for name in ("misses", "selections", "followed", "binds", "failovers"):
+    for name in ("misses", "selections", "followed", "binds", "failovers", "long_loads"):
         yield family(f"layerzero_{name}_total", numbers[name])
     stats = state.cache.stats()
     yield family("layerzero_selection_cache_entries", stats.entries)
     yield family("layerzero_selection_cache_hits_total", stats.hits)
     yield family("layerzero_selection_cache_misses_total", stats.misses)
-    yield family("layerzero_long_loads_total", numbers["long_loads"])
     for kind in KINDS:
         yield histogram(f"layerzero_{kind}_seconds", events.histograms[kind])
 
@@ -157,7 +156,7 @@ def observe(
     spans: bool | Any = False,
     registry: Any = None,
 ) -> Observation:
-    """Let the process be seen, until `stop()`; also a context manager.
+    """Collect metrics, traces or spans of this process until `stop()`; also a context manager.
 
     counters  count calls by kernel (about 50 ns a call; nothing is paid while no observation counts)
     metrics   a port (`9464`, `"host:9464"`; 0: any free one) that Prometheus can scrape, or a file that is rewritten

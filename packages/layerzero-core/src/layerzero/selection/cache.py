@@ -20,6 +20,7 @@ from typing import Generic, TypeVar
 
 from layerzero.errors import ConfigurationError, SelectionTimeoutError, from_outside
 from layerzero.json_form import Plain
+from layerzero.telemetry.events import counter_value
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -49,25 +50,9 @@ class CacheStats(Plain):
     invalidations: int
 
 
-class _Ticker:
-    """An atomic counter without a lock: `tick()` gives 1, 2, 3, … to any number of threads."""
-
-    __slots__ = ("_own", "tick")
-
-    def __init__(self) -> None:
-        self.tick = itertools.count(1).__next__
-        self._own = 0
-
-    def read(self) -> int:
-        """How many ticks there were, by one reader at a time. Reading costs a tick, which is not counted."""
-        self._own += 1
-        return self.tick() - self._own
-
-
 @dataclass(slots=True, eq=False)
 class _Entry(Generic[V]):
     value: V
-    epoch: int
     version: int
     expires_at: float | None
     used: int
@@ -77,7 +62,6 @@ class _Entry(Generic[V]):
 class _Flight(Generic[V]):
     """A computation under way, for one key and one version."""
 
-    epoch: int
     version: int
     owner: int = field(default_factory=threading.get_ident)
     done: threading.Event = field(default_factory=threading.Event)
@@ -89,7 +73,7 @@ class _Flight(Generic[V]):
 class _Shard(Generic[K, V]):
     lock: threading.Lock = field(default_factory=threading.Lock)
     version: int = 0
-    stored_under: tuple[int, int] = (0, 0)  # the (epoch, version) that all entries share
+    stored_under: int = 0  # the version that all entries share
     entries: dict[K, _Entry[V]] = field(default_factory=dict)
     flights: dict[K, _Flight[V]] = field(default_factory=dict)
 
@@ -115,8 +99,8 @@ class SelectionCache(Generic[K, V]):
         self._clock = clock
         self._shards: tuple[_Shard[K, V], ...] = tuple(_Shard() for _ in range(shards))
         self._epoch = 0
-        self._uses = _Ticker()  # one tick per hit and per store: orders the entries by recency
-        self._misses = _Ticker()
+        # Atomic without a lock. One of `_uses` per hit and per store: it orders the entries by recency.
+        self._uses, self._misses = itertools.count(), itertools.count()
         self._counts = dict.fromkeys(
             ("entries", "stores", "computes", "waits", "discarded", "evictions", "expirations", "invalidations"), 0
         )
@@ -129,7 +113,7 @@ class SelectionCache(Generic[K, V]):
         """The value of a live entry, else `default`. Never blocks."""
         entry = self._live(key)
         if entry is None:
-            self._misses.tick()
+            next(self._misses)
             return default
         return entry.value
 
@@ -137,11 +121,11 @@ class SelectionCache(Generic[K, V]):
         shards = self._shards
         shard = shards[hash(key) % len(shards)]  # `shard_index`, without a call: every hit pays for it
         entry = shard.entries.get(key)
-        if entry is None or entry.version != shard.version or entry.epoch != self._epoch:
+        if entry is None or entry.version != self._epoch + shard.version:
             return None
         if entry.expires_at is not None and self._clock() >= entry.expires_at:
             return None
-        entry.used = self._uses.tick()
+        entry.used = next(self._uses)
         return entry
 
     def __len__(self) -> int:
@@ -153,7 +137,7 @@ class SelectionCache(Generic[K, V]):
     def put(self, key: K, value: V) -> None:
         shard = self._shard(key)
         with shard.lock:
-            self._store(shard, key, value, (self._epoch, shard.version))
+            self._store(shard, key, value, self._epoch + shard.version)
         self._evict()
 
     def get_or_compute(self, key: K, compute: Callable[[], V], timeout: float | None = None) -> V:
@@ -167,7 +151,7 @@ class SelectionCache(Generic[K, V]):
         entry = self._live(key)
         if entry is not None:
             return entry.value
-        self._misses.tick()
+        next(self._misses)
         give_up = None if timeout is None else time.monotonic() + timeout
         shard = self._shard(key)
         while True:
@@ -175,10 +159,9 @@ class SelectionCache(Generic[K, V]):
                 entry = self._live(key)  # another thread may have stored it between the read and the lock
                 if entry is not None:
                     return entry.value
-                epoch, version = self._epoch, shard.version
-                flight = shard.flights.get(key)
-                if flight is None or (flight.epoch, flight.version) != (epoch, version):
-                    mine: _Flight[V] = _Flight(epoch, version)
+                version, flight = self._epoch + shard.version, shard.flights.get(key)
+                if flight is None or flight.version != version:
+                    mine: _Flight[V] = _Flight(version)
                     shard.flights[key] = mine
                     break
             if flight.owner == threading.get_ident():
@@ -200,7 +183,7 @@ class SelectionCache(Generic[K, V]):
             with shard.lock:
                 # Removed by `invalidate(key)` or replaced after a version bump: then the value may be stale.
                 kept = shard.flights.get(key) is flight
-                if not (kept and self._store(shard, key, value, (flight.epoch, flight.version))):
+                if not (kept and self._store(shard, key, value, flight.version)):
                     self._count("discarded")
         except Exception as error:
             if not from_outside(error):  # a handler's is for this thread alone; those that wait compute it themselves
@@ -238,14 +221,14 @@ class SelectionCache(Generic[K, V]):
         self._count("invalidations")
         return entry is not None
 
-    def version(self, index: int) -> tuple[int, int]:
-        """(epoch, version) of a shard; a greater pair than before means its entries of then are gone."""
-        return self._epoch, self._shards[index].version
+    def version(self, index: int) -> int:
+        """The version of a shard: how often it was invalidated, alone or with all; entries of a lower one are gone."""
+        return self._epoch + self._shards[index].version
 
     def stats(self) -> CacheStats:
         with self._book:
             counts = dict(self._counts)
-            hits, misses = self._uses.read() - counts.pop("stores"), self._misses.read()
+            hits, misses = counter_value(self._uses) - counts.pop("stores"), counter_value(self._misses)
         return CacheStats(max_entries=self.max_entries, hits=hits, misses=misses, **counts)
 
     def reinit_after_fork(self) -> None:
@@ -260,26 +243,26 @@ class SelectionCache(Generic[K, V]):
     def _shard(self, key: K) -> _Shard[K, V]:
         return self._shards[shard_index(key, len(self._shards))]
 
-    def _store(self, shard: _Shard[K, V], key: K, value: V, stamp: tuple[int, int]) -> bool:
-        """With the shard's lock held: store a value made under `stamp`. False if that version is over."""
+    def _store(self, shard: _Shard[K, V], key: K, value: V, version: int) -> bool:
+        """With the shard's lock held: store a value made under a version. False if that is over."""
         self._drop_dead(shard)
-        if stamp != shard.stored_under:
+        if version != shard.stored_under:
             return False
         if self.max_entries == 0:
             return True
         expires_at = None if self.ttl_s is None else self._clock() + self.ttl_s
         with self._book:
             self._counts["stores"] += 1
-            used = self._uses.tick()
+            used = next(self._uses)
         old = shard.entries.pop(key, None)  # popped, so that dict order stays the order of expiry
-        shard.entries[key] = _Entry(value, *stamp, expires_at, used)
+        shard.entries[key] = _Entry(value, version, expires_at, used)
         if old is None:
             self._count("entries")
         return True
 
     def _drop_dead(self, shard: _Shard[K, V]) -> None:
         """With the shard's lock held: remove what no read would return."""
-        now = (self._epoch, shard.version)
+        now = self._epoch + shard.version
         if shard.stored_under != now:
             gone, shard.entries, shard.stored_under = len(shard.entries), {}, now
             self._count("entries", -gone)

@@ -118,23 +118,23 @@ def _in_graphs(
     on_cpu = ctx.device.platform is Platform.CPU
     if not on_cpu:
         ctx = replace(ctx, capturing=True)
-    own = lookup(first.kernel_id, ctx)
-    known = [time for name in rivals if (time := lookup(name, ctx)) is not None]
-    if own is None or not known:
-        return None
     fused = bool(getattr(world.ops[decision.op], "fusable", False))
-    return own + (_CROSSING_US if on_cpu and not fused else 0.0), min(known)
+    crossing = _CROSSING_US if on_cpu and not fused else 0.0
+    return _race(lambda name: lookup(name, ctx), first, rivals, crossing)
 
 
 def _elsewhere(decision: Decision, first: KernelSpec, rivals: Sequence[str]) -> tuple[float, float] | None:
     """The same by eager calls, here or on a machine like this one, where the launch cannot have decided."""
-    own = _eager(decision, first.kernel_id)
-    known = [time for name in rivals if (time := _eager(decision, name)) is not None]
-    if own is None or not known:
-        return None
-    if decision.context.device.platform is Platform.CPU:
-        return own + _CROSSING_US, min(known)
-    return (own, min(known)) if own >= _LAUNCH_US else None
+    on_cpu = decision.context.device.platform is Platform.CPU
+    found = _race(lambda name: _eager(decision, name), first, rivals, _CROSSING_US if on_cpu else 0.0)
+    return found if on_cpu or found is None or found[0] >= _LAUNCH_US else None
+
+
+def _race(
+    time_of: Callable[[str], float | None], first: KernelSpec, rivals: Sequence[str], crossing: float
+) -> tuple[float, float] | None:
+    own, known = time_of(first.kernel_id), [time for name in rivals if (time := time_of(name)) is not None]
+    return None if own is None or not known else (own + crossing, min(known))
 
 
 def _eager(decision: Decision, kernel_id: str) -> float | None:

@@ -18,6 +18,7 @@ from layerzero.errors import (
     LockedKernelError,
     NoKernelFoundError,
     UnknownNameError,
+    did_you_mean,
 )
 from layerzero.model.context import Context
 from layerzero.model.decision import Bucket, Candidate, Decision, Expectation, Trace, Transform
@@ -49,7 +50,8 @@ def select(ctx: Context, world: World) -> Decision:
     """
     spec = world.ops.get(ctx.op)
     if spec is None:
-        raise UnknownNameError(code="OP_UNKNOWN", value=ctx.op, limit=", ".join(sorted(world.ops)))
+        hint = did_you_mean(ctx.op, world.ops, "install the package that brings it")
+        raise UnknownNameError(code="OP_UNKNOWN", value=ctx.op, hint=hint)
     canonical, buckets = bucketed(world, ctx, spec.growing)
     judged = judge(world.policy, ctx.op, lambda name: None if name in VALUES else canonical.get(name))
     locked = _lock(judged.locked_to, canonical, world)
@@ -299,13 +301,14 @@ def refuse(decision: Decision) -> LayerZeroError:
     """The exception for a decision that chose nothing; its reasons name every candidate's first objection."""
     assert decision.refusal is not None
     objections = [item for candidate in decision.candidates for item in candidate.reasons[:1]]
-    lines = "".join(f"\n  {c.kernel_id}: {'; '.join(str(r) for r in c.reasons)}" for c in decision.candidates)
-    kinds: dict[ReasonCode, type[LayerZeroError]] = {
-        ReasonCode.LOCKED_KERNEL_UNAVAILABLE: LockedKernelError,
-        ReasonCode.CUDA_GRAPH_UNSAFE: CudaGraphUnsafeError,
-    }
-    kind = kinds.get(decision.refusal.code, NoKernelFoundError)
-    return kind(f"{decision.refusal.message}{lines}", reasons=(decision.refusal, *objections))
+    asked = [c for c in decision.candidates if all(r.code is not ReasonCode.BACKEND_NOT_REQUESTED for r in c.reasons)]
+    shown = asked or decision.candidates  # with backend=... the kernels of that backend alone
+    lines = "".join(f"\n  {c.kernel_id}: {'; '.join(str(r) for r in c.reasons)}" for c in shown)
+    named: tuple[type[LayerZeroError], ...] = (LockedKernelError, CudaGraphUnsafeError)
+    kind = next((kind for kind in named if kind.default_code == decision.refusal.code), NoKernelFoundError)
+    hints = {c.reasons[0].hint for c in shown if c.reasons}
+    hint = hints.pop() if len(hints) == 1 and kind is NoKernelFoundError else None
+    return kind(f"{decision.refusal.message}{lines}", reasons=(decision.refusal, *objections), hint=hint)
 
 
 def objections(table: DispatchTable, world: World, device: DeviceSpec) -> list[Reason]:

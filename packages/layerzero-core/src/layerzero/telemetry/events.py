@@ -107,16 +107,8 @@ class Histogram:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-KINDS = {
-    "dispatch": "calls that were not hot: described, selected, bound and run",
-    "select": "selections",
-    "compile": "kernels compiled",
-    "load": "kernels loaded that were compiled in another process",
-    "failover": "calls that another kernel had to finish",
-    "tune": "calls whose kernels were measured",
-    "agree": "agreements between ranks",
-}
-"""Kind of event → what is counted."""
+KINDS = ("dispatch", "select", "compile", "load", "failover", "tune", "agree")
+"""Kinds of event; what is counted of each, the metric `layerzero_KIND_seconds` says (`telemetry.metrics`)."""
 
 _log = logging.getLogger("layerzero.telemetry")
 
@@ -153,21 +145,14 @@ class Events:
 
     def __init__(self) -> None:
         self.histograms = {kind: Histogram() for kind in KINDS}
-        self._sinks: tuple[Sink, ...] = ()
+        self._sinks: list[Sink] = []
         self._numbers = itertools.count(1)
-        self._lock = fresh_lock()
         self._here = _Local()
 
     def subscribe(self, sink: Sink) -> Callable[[], None]:
         """Hand every tree of events to `sink`; returns the way to stop it. One that raises is logged and kept."""
-        with self._lock:
-            self._sinks = (*self._sinks, sink)
-
-        def stop() -> None:
-            with self._lock:
-                self._sinks = tuple(kept for kept in self._sinks if kept is not sink)
-
-        return stop
+        self._sinks.append(sink)
+        return lambda: self._sinks.remove(sink)
 
     def begin(self) -> int:
         """An event begins in this thread; what is told before its end lies inside it."""
@@ -196,7 +181,7 @@ class Events:
         self.end(self.begin(), kind, int(duration * 1e9), attributes, error)
 
     def _hand(self, tree: tuple[Event, ...]) -> None:
-        for sink in self._sinks:
+        for sink in tuple(self._sinks):
             try:
                 sink(tree)
             except Exception as error:

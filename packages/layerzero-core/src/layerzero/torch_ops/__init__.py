@@ -19,10 +19,12 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from layerzero.errors import one_line
 from layerzero.model.op import Op
 from layerzero.runtime.current import opaque_ops
 from layerzero.torch_ops.functions import functions
@@ -60,8 +62,13 @@ def install(public: Mapping[str, Op], *helpers: Callable[..., Any]) -> None:
 
 def adopt(op: Op) -> None:
     """Open the same doors for the op of a plugin, as far as its declaration allows: without `fake` there are none."""
-    functions.add(op)
-    if op.fake is None:
+    try:
+        made = () if op.fake is None else importlib.import_module("layerzero.torch_ops.declared").opaque_of(op)
+    except Exception as error:  # its eager calls need none of it
+        _log.warning("op %r cannot be traced by torch.compile or torch.export: %s", op.op_id, one_line(error))
+        made = ()
+    functions.add(op if made else replace(op, fake=None))
+    if not made:
         return
     opaque_ops[op.op_id] = functools.partial(_bridge, op.op_id)
     for name in ("layerzero.torch_ops.library", "layerzero.torch_ops.dynamo"):

@@ -41,7 +41,7 @@ def traced(
     if query.is_nested or key.is_nested or value.is_nested:
         first = (query, key, value, attn_mask, dropout_p, is_causal, scale)
         given = (*first, window, softcap, alibi_slopes, return_lse, sinks)
-        varlen = forms.varlen_attention  # type: ignore[attr-defined] # generated
+        varlen = forms.call_varlen_attention  # type: ignore[attr-defined] # generated
         return nested_attention(varlen, given, layout, backend)
     number: Any = scale
     if isinstance(number, Tensor):

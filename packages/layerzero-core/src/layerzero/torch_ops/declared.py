@@ -8,6 +8,7 @@ Dynamo has straight lines to follow. What cannot be derived so is in a module th
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pkgutil import resolve_name
@@ -56,7 +57,7 @@ def traced_form(op: Op) -> Callable[..., Any]:
         own: Callable[..., Any] = importlib.import_module(f"{op.lowering}_traced").traced
         return own
     _generate(op)
-    found: Callable[..., Any] = _SPACE[op.op_id]
+    found: Callable[..., Any] = _SPACE[f"call_{op.op_id}"]
     return found
 
 
@@ -111,7 +112,7 @@ def plain_{name}({places}, backend):
 
 """
 _CALLS = """
-def {op}({declared}):
+def call_{op}({declared}):
 {checks}{traced}    return {result}
 
 
@@ -120,22 +121,22 @@ def bridged_{op}({bridged_parameters}):
 """
 _SIMPLE = """\
     {when}:
-        args = ({canonical},)
-        own = chosen("{op}", args, {layout}, backend, differentiable(backend, {tensors}))
-        found = write(own, PLAIN["{op}"], args, {casts}) if own else {placed}
+        _args = ({canonical},)
+        _own = chosen("{op}", _args, {layout}, backend, differentiable(backend, {tensors}))
+        _found = write(_own, PLAIN["{op}"], _args, {casts}) if _own else {placed}
 """
 _STRUCTURED = """\
     {when}:
-        places = ({flat},)
+        _places = ({flat},)
         if differentiable(backend, {tensors}):
             {planned}
-            found = plain_{name}(*places, backend)
+            _found = plain_{name}(*_places, backend)
         else:
-            found = place(torch.ops.layerzero.{name}, *places, backend)
+            _found = place(torch.ops.layerzero.{name}, *_places, backend)
 """
 _PLACED = """\
     {when}:
-        found = {placed}
+        _found = {placed}
 """
 
 _made: dict[str, Op] = {}
@@ -154,7 +155,9 @@ def _generate(op: Op) -> None:
     _SPACE["PLAIN"][name] = resolve_name(plain) if isinstance(plain, str) else plain
     _SPACE["CANONICAL"][name], _SPACE["FAKE"][name] = op.canonical, op.fake
     declared, _SPACE["DEFAULTS"] = op.parameters_written()
-    exec(compile(_source(op, declared), f"<layerzero.torch_ops {name}>", "exec"), _SPACE)
+    source = _CALLED.sub(r"_\g<0>", _source(op, declared))
+    exec(compile(source, f"<layerzero.torch_ops {name}>", "exec"), _SPACE)
+    _SPACE[f"call_{name}"].__name__ = _SPACE[f"call_{name}"].__qualname__ = name  # what errors call it
     _made[name] = op
 
 
@@ -184,7 +187,7 @@ def _source(op: Op, declared: str) -> str:
             _PLACED.format(when=head, placed=_placed(op, item, "default"))
             for item, head in zip(found, heads, strict=True)
         ),
-        result=f"copied(({', '.join(given[:2])}), found) if inplace else found" if "inplace" in given else "found",
+        result=f"copied(({', '.join(given[:2])}), _found) if inplace else _found" if "inplace" in given else "_found",
     )
 
 
@@ -248,8 +251,8 @@ def _traced(op: Op, variant: Variant, when: str) -> str:
             when=when,
             name=variant.name,
             flat=_flat(variant),
-            tensors=", ".join(f"places[{i}]" for i in variant.tensors),
-            planned=f"planned(places[{names.index(planned.planned)}])" if planned else "pass",
+            tensors=", ".join(f"_places[{i}]" for i in variant.tensors),
+            planned=f"planned(_places[{names.index(planned.planned)}])" if planned else "pass",
         )
     public = {name: "False" if name == "inplace" else name for name in parameters}
     tensors = [name for name, part in variant.parts.items() if part.places[0].startswith("Tensor")]
@@ -286,5 +289,8 @@ def promised(made: Any, x: Tensor, scheme: Any) -> list[Tensor]:
     return [part.contiguous() for part in made.tensors()]
 
 
-_SPACE.update(HELPERS)
-_SPACE.update(dense=dense, in_order=in_order, promised=promised, fastest=functions.fastest)
+# In the generated source each begins with an underscore, as no argument of an op does.
+_HELPERS = {**HELPERS, "dense": dense, "in_order": in_order, "promised": promised, "fastest": functions.fastest}
+_NAMES = (*_HELPERS, "chosen", "write", "place", "differentiable", "torch", "PLAIN", "FAKE", "CANONICAL", "CAUSAL")
+_CALLED = re.compile(rf"""(?<![\w."'])(?:{"|".join(_NAMES)})(?=[(\[.])""")
+_SPACE.update({f"_{name}": item for name, item in {**_SPACE, **_HELPERS}.items() if name in _NAMES}, **_HELPERS)

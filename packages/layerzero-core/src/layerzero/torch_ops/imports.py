@@ -6,9 +6,8 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from importlib.abc import MetaPathFinder
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
@@ -62,9 +61,20 @@ class _Finder(MetaPathFinder):
             found = None if finder is self else finder.find_spec(fullname, path, target)
             if found is not None:
                 if found.loader is not None:
-                    found.loader = _Announcing(found.loader, found, self)
+                    self._announce(found)
                 return found
         return None
+
+    def _announce(self, spec: Any) -> None:
+        """Put another loader in place for the module's first execution, which leaves no trace in the module."""
+        inner = spec.loader
+
+        def exec_module(module: Any) -> None:
+            spec.loader = module.__loader__ = inner
+            inner.exec_module(module)
+            self.finish()
+
+        spec.loader = SimpleNamespace(create_module=inner.create_module, exec_module=exec_module)
 
     def finish(self) -> None:
         """Leave the list of finders, and act, once."""
@@ -77,24 +87,3 @@ class _Finder(MetaPathFinder):
     def _remove(self) -> None:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-
-
-class _Announcing(Loader):
-    """Stands in for a module's own loader during its first execution, then leaves no trace in the module."""
-
-    def __init__(self, inner: Any, spec: ModuleSpec, finder: _Finder) -> None:
-        self._inner = inner
-        self._spec = spec
-        self._finder = finder
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        created: ModuleType | None = self._inner.create_module(spec)
-        return created
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._spec.loader = module.__loader__ = self._inner
-        self._inner.exec_module(module)
-        self._finder.finish()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)

@@ -142,10 +142,7 @@ def _fill(args: tuple[Any, ...], count: int) -> tuple[Any, ...]:
 
 
 def _filled(function: Callable[..., Any], count: int) -> Callable[..., Any]:
-    def filled(*args: Any) -> Any:
-        return function(*_fill(args, count))
-
-    return filled
+    return lambda *args: function(*_fill(args, count))
 
 
 def _below_autograd(run: Callable[..., Any], count: int) -> Callable[..., Any]:

@@ -118,6 +118,8 @@ def _part(op: Op, name: str) -> Part:
     if op.lowered.get(name) == "negated":
         return Part((f"bool? a{name}=None",), f"not {name}", f"not a{name}", True)
     first = re.split(r"[^\w.]", text, maxsplit=1)[0].rpartition(".")[2]
+    if first not in _TYPES:
+        raise invalid("TYPE_INVALID", f"{name}: {text}", f"one of {', '.join(_TYPES)}, Sequence[int]")
     return Part((f"{_TYPES[first]}{optional} {name}",), name, name, True)
 
 

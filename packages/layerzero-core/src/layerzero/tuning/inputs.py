@@ -65,14 +65,18 @@ class Draw:
         """The dtype of the main tensor at a place. Under autocast a context names what it is cast to, not from."""
         words = self.ctx.dtypes
         word = words[place] if place < len(words) else self.ctx.dtype
-        return torch.float32 if self.autocast and word != "float64" else getattr(torch, word)
+        found = torch.float32 if self.autocast and word != "float64" else getattr(torch, word, None)
+        if not isinstance(found, torch.dtype):
+            raise invalid("DTYPE_UNSUPPORTED", word, "a dtype of torch", f"unknown dtype {word!r}")
+        return found
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
         """Gaussian numbers, contiguous. Integer and boolean dtypes get small whole numbers."""
         wanted = self.dtype() if dtype is None else dtype
         drawn_in = wanted if wanted in (torch.float16, torch.bfloat16, torch.float64) else torch.float32
-        found = torch.randn(shape, generator=self._generator, device=self.device, dtype=drawn_in)
-        found = found.mul_(scale)
+        if self._generator is None:  # on meta no number is kept, and torch would import its compiler to draw some
+            return torch.empty(shape, device=self.device, dtype=wanted)
+        found = torch.randn(shape, generator=self._generator, device=self.device, dtype=drawn_in).mul_(scale)
         if self.choice("positive"):  # sums of one sign, which a narrow accumulator cannot hold
             found = found.abs_().mul_(0.25).add_(0.5)
         if wanted is torch.bool:

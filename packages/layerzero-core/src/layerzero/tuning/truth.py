@@ -38,9 +38,9 @@ Run = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the gate says of one kernel: its largest error, or why it may not be timed."""
+    """Whether a kernel is right, its largest error, and why it is not; None: nothing could be found out, and why."""
 
-    ok: bool
+    ok: bool | None
     max_error: float = 0.0
     why: str = ""
 
@@ -90,6 +90,7 @@ class Gate:
             with torch.no_grad():
                 for piece in pieces(ctx, given.args, self._room):
                     self._parts.append((piece, flat(self._reference(piece.op, piece.args))))
+                self._dtypes = [item.dtype for item in flat(self._reference(piece.op, piece.args, wide=False))]
             if ctx.needs_grad and self._affordable(given.args):
                 wide = tuple(_leaf(item) for item in given.args)
                 self._grads = gradients(self._reference(spec.op_id, wide, wide=False), wide)
@@ -127,6 +128,8 @@ class Gate:
         args = self._call().args
         result = run(*args)
         got = [item.detach() for item in flat(result)]
+        if self._ctx.autocast is None and any(a.dtype != b for a, b in zip(got, self._dtypes, strict=False)):
+            return Verdict(False, why=f"results of {[item.dtype for item in got]}, expected {self._dtypes}")
         worst = 0.0
         for piece, want in self._parts:
             found = piece.take(got)
@@ -148,9 +151,7 @@ class Gate:
 
     def _declared(self, kernel: KernelSpec | None) -> float:
         """The error a kernel itself declares, for the dtype or the format of the call."""
-        if kernel is None:
-            return 0.0
-        bounds = dict(kernel.error_bounds)
+        bounds = {} if kernel is None else dict(kernel.error_bounds)
         return max(bounds.get(self._ctx.dtype, 0.0), bounds.get(self._ctx.quant_format or "", 0.0))
 
     def _bound(self, kernel: KernelSpec | None, result: Tensor, args: tuple[Any, ...]) -> Tolerance:

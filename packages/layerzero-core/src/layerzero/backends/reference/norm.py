@@ -22,7 +22,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     The new residual keeps the dtype of `residual`, and the norm is taken of that rounded sum: the pair equals the
     two separate ops.
     """
-    stream = _sum(x, residual)
+    dtype = compute_dtype(x, residual)
+    stream = (x.to(dtype) + residual.to(dtype)).to(residual.dtype)
     return _rms(stream, weight, eps).to(x.dtype), stream
 
 
@@ -32,13 +33,12 @@ def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     1 + weight is taken in the wide precision and the product rounded once, at the end: in bfloat16 a weight below
     2^-8 would be lost in a sum of the stored precision.
     """
-    return _gemma(x, weight, eps).to(x.dtype)
+    return rms_norm(x, _one_plus(weight, x), eps)
 
 
 def gemma_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add `x` to the residual stream, then `gemma_rms_norm` of the stream as it was rounded to its own dtype."""
-    stream = _sum(x, residual)
-    return _gemma(stream, weight, eps).to(x.dtype), stream
+    return add_rms_norm(x, residual, _one_plus(weight, residual), eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -55,11 +55,6 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return out.to(x.dtype)
 
 
-def _sum(x: Tensor, residual: Tensor) -> Tensor:
-    dtype = compute_dtype(x, residual)
-    return (x.to(dtype) + residual.to(dtype)).to(residual.dtype)
-
-
 def _rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     dtype = compute_dtype(x, weight)
     wide = x.to(dtype)
@@ -67,6 +62,5 @@ def _rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return out if weight is None else out * weight.to(dtype)
 
 
-def _gemma(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    dtype = compute_dtype(x, weight)
-    return _rms(x.to(dtype), None, eps) * (1.0 + weight.to(dtype))
+def _one_plus(weight: Tensor, x: Tensor) -> Tensor:
+    return 1.0 + weight.to(compute_dtype(x, weight))

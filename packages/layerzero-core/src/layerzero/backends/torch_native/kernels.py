@@ -54,7 +54,7 @@ def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`torch.rms_norm` in the wide precision, so that one rounding at the end is the only one."""
     if x.dtype is weight.dtype is torch.float32:  # wide already
         return torch.rms_norm(x, (x.shape[-1],), 1.0 + weight, eps)
-    return _norm(x, 1.0 + weight.to(compute_dtype(x, weight)), eps).to(x.dtype)
+    return wide_rms_norm(x, 1.0 + weight.to(compute_dtype(x, weight)), eps)
 
 
 def gemma_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -63,8 +63,7 @@ def gemma_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
         stream = x + residual
         return torch.rms_norm(stream, (x.shape[-1],), 1.0 + weight, eps), stream
     # torch adds mixed dtypes in the wider of the two, which here is as wide as the sum has to be.
-    stream = (x + residual).to(residual.dtype)
-    return _norm(stream, 1.0 + weight.to(compute_dtype(stream, weight)), eps).to(x.dtype), stream
+    return wide_add_rms_norm(x, residual, 1.0 + weight.to(compute_dtype(residual, weight)), eps)
 
 
 def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -87,7 +87,7 @@ def _complex(x: Tensor, cos: Tensor, sin: Tensor, full: bool, inplace: bool) -> 
 def _even(x: Tensor) -> Tensor:
     """The tensor, copied where its pairs cannot be read as complex numbers in place."""
     fits = x.stride(-1) == 1 and x.storage_offset() % 2 == 0 and all(step % 2 == 0 for step in x.stride()[:-1])
-    return x if fits else x.contiguous()
+    return x if fits else x.clone(memory_format=torch.contiguous_format)  # x.contiguous() may be x itself
 
 
 # Pairs (i, i + rotary/2): each half is written where it belongs.

@@ -49,8 +49,9 @@ def sampling_probs(
     if certain or (logits.device.type == "cpu" and logits.shape[-1] >= _SMALL):
         return reference.sampling_probs(logits, top_k, top_p, min_p, temperature, find=_kept)
     weights, ids, hot = _ranked(logits, top_k, top_p, min_p, temperature)
-    if hot is not None:  # a row at temperature 0 has its likeliest token alone
-        weights = torch.where(hot, weights, torch.arange(weights.shape[-1], device=weights.device) == 0)
+    if hot is not None:  # a row at temperature 0 has its likeliest token alone, or a NaN where it has no distribution
+        first = torch.arange(weights.shape[-1], device=weights.device) == 0
+        weights = torch.where(hot | weights.isnan(), weights, first)
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     probs = torch.empty_like(weights, dtype=dtype)
     torch.div(weights, weights.sum(dim=-1, keepdim=True), out=probs).nan_to_num_(nan=0.0)
