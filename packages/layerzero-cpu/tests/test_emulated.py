@@ -64,7 +64,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return module
 
 
-@pytest.fixture(params=["avx512", "avx512_bf16", "amx"])
+@pytest.fixture(params=["avx512", "avx512_vnni", "amx"])
 def native(request: pytest.FixtureRequest, library: Any) -> Any:
     library.set_isa(request.param)
     return library
@@ -315,7 +315,7 @@ def test_experts_match_the_reference(
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_a_row_of_more_blocks_than_their_scales_are_made_for_at_once(library: Any, symmetric: bool) -> None:
-    library.set_isa("avx512_bf16")
+    library.set_isa("avx512_vnni")
     torch.manual_seed(4)
     for dtype, blocks in ((torch.bfloat16, 64), (torch.bfloat16, 67), (torch.float32, 130)):
         x = torch.randn(1, 128 * blocks).to(dtype)
@@ -338,7 +338,7 @@ def test_nan_and_infinity_in_a_row_stay_in_that_row(amx: Any, fmt: Any, bad: flo
 
 
 def test_a_zero_point_far_out_is_still_taken_off_exactly(library: Any) -> None:
-    library.set_isa("avx512_bf16")
+    library.set_isa("avx512_vnni")
     torch.manual_seed(2)
     x = torch.randint(-8, 9, (1, 256)).float()
     codes, scale = torch.randint(-128, 128, (4, 256), dtype=torch.int8), torch.ones(4, 1)

@@ -33,12 +33,14 @@ NAME = "_native.abi3.so"
 # gcc 12 takes the placeholders in its own intrinsics for forgotten values
 AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2", "-Wno-maybe-uninitialized", "-Wno-uninitialized")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
-BF16 = (*AVX512, "-mavx512vnni", "-mavx512bf16")
+VNNI = (*AVX512, "-mavx512vnni")
+BF16 = (*VNNI, "-mavx512bf16")
 FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "portable": (),
         "avx2": AVX2,
         "avx512": AVX512,
+        "avx512_vnni": VNNI,
         "avx512_bf16": BF16,
         "amx": (*BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
     },

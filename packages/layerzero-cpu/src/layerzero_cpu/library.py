@@ -1,8 +1,8 @@
 """The compiled kernels, loaded once: `from layerzero_cpu.library import native`.
 
-LAYERZERO_CPU_ISA names the best instruction set that may be used: portable, avx2, avx512, avx512_bf16, amx on x86-64;
-portable, neon, dotprod on aarch64. LAYERZERO_CPU_THREADS=own keeps to worker threads of the library's own; otherwise
-(torch) torch's do the work where torch runs on OpenMP.
+LAYERZERO_CPU_ISA names the best instruction set that may be used: portable, avx2, avx512, avx512_vnni, avx512_bf16,
+amx on x86-64; portable, neon, dotprod on aarch64. LAYERZERO_CPU_THREADS=own keeps to worker threads of the library's
+own; otherwise (torch) torch's do the work where torch runs on OpenMP.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python build.py OUT [--cache FOLDER] [--sanitize]
 
 The sources are those of the package, untouched; immintrin.h beside this file comes first on the path. The library is an
-ordinary build of `_native` whose instruction sets are portable, avx512, avx512_bf16 and amx, with the units named here.
+ordinary build of `_native` whose instruction sets are portable, avx512, avx512_vnni and amx, with the units named here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PRETEND = (
 UNITS = {
     "amx": ("amx_linear", "amx_prefill", "amx_quant"),
     "avx512": ("attn_prefill", "experts", "experts_codes", "gemm_linear"),
-    "avx512_bf16": ("experts_bytes", "gemm_quant_dot"),
+    "avx512_vnni": ("experts_bytes", "gemm_quant_dot"),
 }
 
 

@@ -5,7 +5,7 @@
 #include "gemm_quant.hpp"
 
 namespace lz {
-namespace avx512_bf16 {
+namespace avx512_vnni {
 extern const Kernel gemm_quant_dot_exports[];  // for one row, and for what tiles cannot take
 }
 }  // namespace lz
@@ -114,11 +114,11 @@ template <class T> static Status run(const Quantized& q, int steps, int threads)
 }
 
 static Status linear_quantized(Call& call) {
-  if (call.t(0).rows() < 2) return avx512_bf16::gemm_quant_dot_exports[0].run(call);
+  if (call.t(0).rows() < 2) return avx512_vnni::gemm_quant_dot_exports[0].run(call);
   return with_quantized(call, [&](const Quantized& q) -> Status {
     const int steps = panel_steps(q);
     // A tile adds up one number after the other: too coarse for float32, whose results are held to its own precision.
-    if (steps == 0 || q.x.dtype == F32) return avx512_bf16::gemm_quant_dot_exports[0].run(call);
+    if (steps == 0 || q.x.dtype == F32) return avx512_vnni::gemm_quant_dot_exports[0].run(call);
     if (q.x.dtype == BF16) return run<bf16>(q, steps, call.threads);
     if (q.x.dtype == F16) return run<f16>(q, steps, call.threads);
     return "x must be float32, bfloat16 or float16";

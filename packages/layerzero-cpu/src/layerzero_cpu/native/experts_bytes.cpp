@@ -1,4 +1,4 @@
-// unit: dotprod avx512_bf16
+// unit: dotprod avx512_vnni
 // Experts with INT8 and INT4 weights by dot products of bytes. Every row is written in digits, or kept as floats, by itself.
 #include "experts_codes.hpp"
 #include "gemm_bytes.hpp"

@@ -21,6 +21,12 @@ LZ_INLINE vi load_bytes(const void* p) {
   int32_t word;
   memcpy(&word, p, 4);
   return bit_cast<vi>(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(word))))));
+#elif LZ_LANES == 16 && !defined(LZ_ISA_portable)  // gcc 12 takes the lanes of a converted vector one by one
+  return bit_cast<vi>(_mm512_cvtepi8_epi32(bit_cast<__m128i>(b)));
+#elif LZ_LANES == 8 && !defined(LZ_ISA_portable)
+  int64_t word;
+  memcpy(&word, p, 8);
+  return bit_cast<vi>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(word)));
 #else
   return __builtin_convertvector(b, vi);
 #endif

@@ -1,4 +1,4 @@
-// unit: dotprod avx512_bf16
+// unit: dotprod avx512_vnni
 // Linear layers with INT8 and INT4 weights by dot products of bytes. Each block of x becomes whole numbers, written in two
 // or three balanced digits to base 256 (14 bits for bf16, 22 bits for the others), so that four products of a digit with a
 // code are one instruction and exact; blocks are added in float. Rows with NaN or infinity take the float way.

@@ -46,7 +46,9 @@ bool avx512() {
   return avx2() && (saved_by_the_system() & 0xe6) == 0xe6 && (seven.b & all) == all;
 }
 
-bool avx512_bf16() { return avx512() && (leaf(7, 0).c & (1u << 11)) && (leaf(7, 1).a & (1u << 5)); }  // VNNI, BF16
+bool avx512_vnni() { return avx512() && (leaf(7, 0).c & (1u << 11)); }
+
+bool avx512_bf16() { return avx512_vnni() && (leaf(7, 1).a & (1u << 5)); }
 
 [[maybe_unused]] bool amx() {
   uint32_t all = (1u << 22) | (1u << 24) | (1u << 25);  // BF16, TILE, INT8
@@ -76,11 +78,12 @@ const Isa ISAS[] = {
     {"portable", always},
 #if defined(LZ_EMULATED)  // tests: the intrinsics are written out in C++
     {"avx512", always},
-    {"avx512_bf16", always},
+    {"avx512_vnni", always},
     {"amx", always},
 #elif defined(__x86_64__)
     {"avx2", avx2},
     {"avx512", avx512},
+    {"avx512_vnni", avx512_vnni},
     {"avx512_bf16", avx512_bf16},
     {"amx", amx},
 #elif defined(__aarch64__)
