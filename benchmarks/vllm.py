@@ -1,10 +1,12 @@
 """vLLM with LayerZero beside stock vLLM on a CPU: tokens, throughput, start-up. Run it with the Python that has vLLM.
 
-    python benchmarks/vllm.py --machine NAME [--models FOLDER] [--small] [--rounds N] [--prompts N] [--shape llama …]
+    python benchmarks/vllm.py --machine NAME [--models FOLDER] [--small] [--pairs N] [--rounds N] [--prompts N]
 
 For each model two engines live at once, one with LAYERZERO_VLLM=on and one without; they take turns, so that what else
-the machine does weighs on both alike. Each starts with an empty folder for compiled code, after an engine that leaves
-behind what vLLM keeps of a model's class, which it finds out in a process of its own. Models are random checkpoints
+the machine does weighs on both alike. A process keeps what luck its memory had: stock beside stock came out 1.03. So
+there are several pairs, ours started second in one and first in the next, and the geometric mean of the pairs counts.
+Each starts with an empty folder for compiled code, after an engine that leaves behind what vLLM keeps of a model's
+class, which it finds out in a process of its own. Models are random checkpoints
 of about 100 M parameters (--small: 5 M) whose query and key weights are large enough for attention to be peaked. Greedy
 tokens are compared in float32. Where vLLM has no quick kernel for a dtype (bfloat16 on a CPU without its instructions)
 --scale shortens prompts and answers, and --batched-tokens the batch that vLLM starts with (one number for each dtype,
@@ -18,6 +20,7 @@ import argparse
 import itertools
 import json
 import math
+import operator
 import os
 import random
 import statistics
@@ -25,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -152,15 +155,18 @@ class Engine:
 
 
 @contextmanager
-def engines(model: Path, dtype: str, options: dict[str, Any], reports: Path) -> Iterator[tuple[Engine, Engine]]:
+def engines(
+    model: Path, dtype: str, options: dict[str, Any], reports: Path, *, ours_first: bool = False
+) -> Iterator[tuple[Engine, Engine]]:
     """Stock and ours, started one after the other."""
-    stock = Engine(model, dtype, "off", options, {})
-    ours = Engine(model, dtype, "on", options, {"LAYERZERO_VLLM_REPORTS": str(reports)})
+    ways = {"off": {}, "on": {"LAYERZERO_VLLM_REPORTS": str(reports)}}
+    order = reversed(ways) if ours_first else iter(ways)
+    found = {mode: Engine(model, dtype, mode, options, ways[mode]) for mode in order}
     try:
-        yield stock, ours
+        yield found["off"], found["on"]
     finally:
-        stock.close()
-        ours.close()
+        for engine in found.values():
+            engine.close()
 
 
 # -- comparing -------------------------------------------------------------------------------------------------------
@@ -185,7 +191,7 @@ def ended(engine: Engine) -> str | None:
 def measured(
     stock: Engine | None, ours: Engine, rounds: int, vocabulary: int, cases: dict[str, tuple[int, int, int]]
 ) -> Iterator[dict[str, Any]]:
-    """Tokens a second of both by case, in turns; the median of the ratios of neighbours counts."""
+    """The seconds of both by case, in turns."""
     draw = random.Random(1)
     pair = [ours] if stock is None else [stock, ours]
     for name, (count, length, new) in cases.items():
@@ -195,14 +201,22 @@ def measured(
             for engine in pair if turn % 2 else pair[::-1]:
                 taken = engine.generate(prompts, new)["seconds"]
                 seconds[engine] += [taken] if turn else []
-        work = count * (length if new == 1 else new)
         row: dict[str, Any] = {"case": name, "prompts": count, "prompt_tokens": length, "new_tokens": new}
-        row["tokens_s"] = round(work / statistics.median(seconds[ours]), 1)
-        if stock is not None:
-            ratios = [one / other for one, other in zip(seconds[stock], seconds[ours], strict=True)]
-            row["stock_tokens_s"] = round(work / statistics.median(seconds[stock]), 1)
-            row["times"] = round(statistics.median(ratios), 3)
         yield row | {"seconds": [[round(one, 4) for one in found] for found in seconds.values()]}
+
+
+def joined(case: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One case of all pairs: tokens a second, and the mean of the pairs' median ratios of neighbours."""
+    row = {**case[0], "seconds": [pair["seconds"] for pair in case]}
+    work = row["prompts"] * (row["prompt_tokens"] if row["new_tokens"] == 1 else row["new_tokens"])
+    *stock, ours = zip(*row["seconds"], strict=True)  # for each side the seconds of each pair
+    row["tokens_s"] = round(work / statistics.median(itertools.chain(*ours)), 1)
+    if stock:
+        row["stock_tokens_s"] = round(work / statistics.median(itertools.chain(*stock[0])), 1)
+        ratios = [statistics.median(map(operator.truediv, *pair)) for pair in row["seconds"]]
+        row["by_pair"] = [round(ratio, 3) for ratio in ratios]
+        row["times"] = round(statistics.geometric_mean(ratios), 3)
+    return row
 
 
 def figures_of(models: list[dict[str, Any]]) -> dict[str, Any]:
@@ -244,7 +258,8 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=("float32", "bfloat16"))
     parser.add_argument("--small", action="store_true", help="5 M parameters: for a first look")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=2, help="of engines, for each model")
+    parser.add_argument("--rounds", type=int, default=5, help="of each pair")
     parser.add_argument("--prompts", type=int, default=200, help="whose tokens are compared")
     parser.add_argument("--scale", type=float, default=1.0, help="lengths of timed prompts and answers are cut by this")
     parser.add_argument("--case", nargs="+", choices=CASES, default=tuple(CASES), help="what is timed")
@@ -269,19 +284,23 @@ def main() -> None:
         if dtype == given.dtype[0]:
             Engine(model, dtype, "off", {"enforce_eager": True}, {}).close()
         reports = given.models / "reports" / f"{shape}-{dtype}"
-        with engines(model, dtype, options, reports) as (stock, ours):
-            row: dict[str, Any] = {"model": shape, "dtype": dtype, "batched_tokens": tokens[dtype]}
-            row |= {"start_s": round(ours.start_s, 1), "stock_start_s": round(stock.start_s, 1)}
-            end = ended(stock)
-            if end is not None:
-                row["stock_ended"] = end
-            elif dtype == "float32":
-                prompts = mixed_prompts(given.prompts, sizes["vocab_size"])
-                apart = partings(*(engine.generate(prompts, 16, compare=True) for engine in (stock, ours)))
-                beyond = sum(gap >= PARTING for gap in apart)
-                row |= {"prompts": len(prompts), "parted": len(apart), "parted_beyond": beyond}
-            alive = None if end else stock
-            row["cases"] = list(measured(alive, ours, given.rounds, sizes["vocab_size"], cases))
+        row: dict[str, Any] = {"model": shape, "dtype": dtype, "batched_tokens": tokens[dtype]}
+        starts, found = [], []
+        for pair in range(given.pairs):
+            with engines(model, dtype, options, reports, ours_first=pair % 2 == 1) as (stock, ours):
+                starts.append((ours.start_s, stock.start_s))
+                end = ended(stock)
+                if end is not None:
+                    row["stock_ended"] = end
+                elif dtype == "float32" and not pair:
+                    prompts = mixed_prompts(given.prompts, sizes["vocab_size"])
+                    apart = partings(*(engine.generate(prompts, 16, compare=True) for engine in (stock, ours)))
+                    beyond = sum(gap >= PARTING for gap in apart)
+                    row |= {"prompts": len(prompts), "parted": len(apart), "parted_beyond": beyond}
+                alive = None if end else stock
+                found.append(list(measured(alive, ours, given.rounds, sizes["vocab_size"], cases)))
+        row["start_s"], row["stock_start_s"] = (round(statistics.fmean(one), 1) for one in zip(*starts, strict=True))
+        row["cases"] = [joined(case) for case in zip(*found, strict=True)]
         newest = max(reports.glob("worker-*.json"), key=lambda file: file.stat().st_mtime)
         told = json.loads(newest.read_text(encoding="utf-8"))
         row["chosen"] = [

@@ -110,11 +110,12 @@ def cannot_run(machine: str, dtype: str, capabilities: Mapping[str, Any]) -> str
 
 def choose_one(kind: LayerKind, times: Times, kernels: Mapping[str, str], pinned: str | None = None) -> list[Choice]:
     """One side for all phases: ours where it is quicker in the geometric mean and in no phase clearly slower."""
-    winner = pinned or _quicker(times)
+    winner = pinned or quicker(times)
     return [_choice(kind, phase, timed, kernels, winner, pinned) for phase, timed in times.items()]
 
 
-def _quicker(times: Times) -> str:
+def quicker(times: Times) -> str:
+    """The side that all phases get: ours if it is clearly quicker in the geometric mean and clearly slower in none."""
     ratios = [timed[THEIRS] / timed[OURS] for timed in times.values()]
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     return OURS if mean >= MARGIN and not any(map(lost, times.values())) else THEIRS

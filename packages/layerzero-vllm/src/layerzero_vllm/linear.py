@@ -4,12 +4,14 @@ vLLM packs the weight of an unquantized linear once (`dispatch_cpu_unquantized_g
 in `layer.cpu_linear`. Layers of one shape wait there until there are so many of them that their weights come from
 memory, as they do in a step, and are raced together. Where ours wins for some numbers of rows the plain weight is kept
 beside the packed one; where it wins for all, nothing is packed. Both hide behind one function and, in compiled graphs,
-one torch op; a layer that vLLM wins is as vLLM left it.
+one torch op; a layer that vLLM wins is as vLLM left it. Going from one side's threads to the other's costs what no race
+of one shape shows, so shapes that ours wins for a few rows alone are raced once more, in the model's order.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from bisect import bisect_left
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero_vllm.attend import race
-from layerzero_vllm.choice import OURS, THEIRS, rows_won
+from layerzero_vllm.choice import OURS, THEIRS, quicker, rows_won
 from layerzero_vllm.plugin import pinned
 
 ROWS = (1, 8, 32, 128, 512)  # rows that are measured: decode of one and of a few sequences, a batch, prompts
@@ -41,6 +43,7 @@ class Packed(NamedTuple):
     layer: Any
     weight: Tensor
     theirs: Linear
+    left: Any = None  # the weight that vLLM left to the layer
 
 
 class Entry(NamedTuple):
@@ -111,12 +114,43 @@ def measure(
     return times, kernels
 
 
+def measure_all(layers: list[Packed]) -> dict[int, dict[str, float]]:
+    """Microseconds of a model's linears one after the other, as chosen and with vLLM's, by the rows of decode steps."""
+    held = itertools.accumulate(one.weight.nbytes for one in layers)
+    chain = [one for one, size in zip(layers, held, strict=True) if size <= 4 * ENOUGH] or layers[:1]
+
+    def run(inputs: dict[int, Tensor], *, chosen: bool) -> None:
+        for one in chain:
+            mixed = one.layer.cpu_linear is either and (chosen or not _few_rows_alone(one))
+            linear: Any = torch.ops.layerzero_vllm.linear if mixed else one.theirs
+            linear(inputs[one.weight.shape[1]], one.weight, None)
+
+    times = {}
+    for rows in ROWS[: ROWS.index(STREAMED) + 1]:
+        drawn = {one.weight.shape[1]: one.weight.dtype for one in chain}
+        inputs = {width: torch.randn(rows, width).to(dtype) for width, dtype in drawn.items()}
+        ways = {name: [functools.partial(run, inputs, chosen=name == OURS)] for name in (OURS, THEIRS)}
+        times[rows] = race(ways, seconds=0.3)
+    return times
+
+
+def _few_rows_alone(one: Packed) -> bool:
+    """Whether ours was taken for a layer, but for no more rows than a decode step has."""
+    entry = _entries.get(one.weight.data_ptr())
+    return entry is not None and not any(entry.ours[ROWS.index(STREAMED) + 1 :])
+
+
 @dataclass
 class Linears:
-    """vLLM's `dispatch_cpu_unquantized_gemm`; `choose(layers)` says for which of ROWS ours runs in a shape's layers."""
+    """vLLM's `dispatch_cpu_unquantized_gemm`; `choose(layers)` says for which of ROWS ours runs in a shape's layers.
+
+    `keep(layers, doubtful)` is asked once for all layers whether shapes that ours wins for few rows alone stay so.
+    """
 
     stock: Callable[..., None]
     choose: Callable[[list[Packed]], frozenset[int]]
+    keep: Callable[[list[Packed], list[Packed]], bool] = lambda layers, doubtful: True
+    settled: list[Packed] = field(default_factory=list)
     waiting: dict[Any, list[Packed]] = field(default_factory=dict)
     known: dict[Any, frozenset[int]] = field(default_factory=dict)
 
@@ -132,7 +166,7 @@ class Linears:
             return None
         self.stock(layer, remove_weight)
         mine = self.waiting.setdefault(kind, [])
-        mine.append(Packed(layer, weight.detach(), layer.cpu_linear))
+        mine.append(Packed(layer, weight.detach(), layer.cpu_linear, layer.weight))
         if kind in self.known or sum(one.weight.nbytes for one in mine) >= ENOUGH:
             self.settle(kind)
         return None
@@ -144,12 +178,22 @@ class Linears:
             if kind not in self.known:
                 self.known[kind] = self.choose(layers)
             ours = tuple(rows in self.known[kind] for rows in ROWS)
-            for layer, weight, theirs in layers if any(ours) else ():
+            for layer, weight, theirs, _ in layers if any(ours) else ():
                 if layer.weight.data_ptr() != weight.data_ptr():
                     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
                 if not all(ours):
                     _entries[weight.data_ptr()] = Entry(theirs, ours)
                 layer.cpu_linear = either
+            self.settled += layers
+        if kinds:
+            return
+        layers, self.settled = self.settled, []
+        doubtful = [one for one in layers if _few_rows_alone(one)]
+        if doubtful and not self.keep(layers, doubtful):
+            for layer, weight, theirs, left in doubtful:
+                layer.weight, layer.cpu_linear = left, theirs
+                del _entries[weight.data_ptr()]
+                self.known[(*weight.shape, weight.dtype)] = frozenset()
 
 
 _linears: Linears | None = None
@@ -173,7 +217,7 @@ def install() -> None:
         return
     stock = utils.dispatch_cpu_unquantized_gemm
     forced = {OURS: frozenset(ROWS), THEIRS: frozenset[int]()}
-    keyed: list[str] = []
+    keyed: dict[str, bool] = {}  # whether a shape has our op in compiled graphs: part of their key
 
     def pack(weight: Tensor) -> Linear:
         layer: Any = torch.nn.Module()
@@ -187,21 +231,43 @@ def install() -> None:
         times, kernels = ({}, {}) if side == THEIRS else agreed(lambda: measure(layers, pack))
         won = frozenset[int]() if not times else rows_won(times, ROWS) if side is None else forced[side]
         report().linears.extend(_told(weight, times, kernels, won))
-        keyed.append(f"{tuple(weight.shape)} {weight.dtype}: {bool(won)}")
-        config = get_current_vllm_config_or_none()
-        if config is not None and isinstance(config.additional_config, dict):  # part of the key of compiled graphs
-            config.additional_config["layerzero_vllm"] = sorted(keyed)
+        key(weight, won=bool(won))
         return won
 
-    _linears = Linears(stock, choose)
+    def key(weight: Tensor, *, won: bool) -> None:
+        keyed[_name(weight)] = won
+        config = get_current_vllm_config_or_none()
+        if config is not None and isinstance(config.additional_config, dict):
+            config.additional_config["layerzero_vllm"] = sorted(f"{name}: {own}" for name, own in keyed.items())
+
+    def keep(layers: list[Packed], doubtful: list[Packed]) -> bool:
+        if pinned(os.environ) is not None:
+            return True
+        times = agreed(lambda: measure_all(layers))
+        if quicker({str(rows): timed for rows, timed in times.items()}) == OURS:
+            return True
+        shown = ", ".join(f"{timed[THEIRS] / timed[OURS]:.2f}x with {rows} rows" for rows, timed in times.items())
+        given_back = {_name(one.weight) for one in doubtful}
+        for one in report().linears:
+            if one["kind"] in given_back and one["winner"] == OURS:
+                said = f"{one['reason']}, but all linears of the model in turn: {shown}"
+                one.update(winner=THEIRS, kernel="vLLM's own", reason=said)
+        for one in doubtful:
+            key(one.weight, won=False)
+        return False
+
+    _linears = Linears(stock, choose, keep)
     utils.dispatch_cpu_unquantized_gemm = _linears.dispatch
+
+
+def _name(weight: Tensor) -> str:
+    return f"linear {weight.shape[1]} to {weight.shape[0]}, {str(weight.dtype).removeprefix('torch.')}"
 
 
 def _told(
     weight: Tensor, times: dict[int, dict[str, float]], kernels: dict[int, str], won: frozenset[int]
 ) -> list[dict[str, Any]]:
-    dtype = str(weight.dtype).removeprefix("torch.")
-    kind = f"linear {weight.shape[1]} to {weight.shape[0]}, {dtype}"
+    kind = _name(weight)
     if not times:
         reason = "vllm is pinned" if pinned(os.environ) == THEIRS else "the two disagree on a drawn input"
         return [{"kind": kind, "phase": "all", "winner": THEIRS, "reason": reason, "kernel": "vLLM's own", "times": {}}]
