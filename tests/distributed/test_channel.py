@@ -296,6 +296,18 @@ def test_the_first_ranks_choice_counts_and_without_it_the_first_written(at_once:
     assert followed.chosen == PLAIN and followed.ranking[0] == PLAIN and followed.notes[-1].code == "RANK_CHOICE"
 
 
+@pytest.mark.req("R-DIST-07")
+def test_each_group_takes_the_word_of_its_own_first_rank() -> None:
+    """Ranks 0 and 2 of one kind, 1 and 3 of another, over one store and for one and the same call."""
+    native, plain = decided(NATIVE), decided(PLAIN, avoid=["torch"])
+    store, found = HashStore(), {}
+    for rank, group, own in ((0, (0, 2), native), (1, (1, 3), plain), (2, (0, 2), plain), (3, (1, 3), native)):
+        found[rank] = replace(choices(rank, store), group=group, size=4).settle(own)
+    assert {rank: item.chosen for rank, item in found.items()} == {0: NATIVE, 1: PLAIN, 2: NATIVE, 3: PLAIN}
+    told = {rank: [note.code.value for note in item.notes] for rank, item in found.items()}
+    assert ["RANK_CHOICE" in told[rank] for rank in range(4)] == [False, False, True, True]
+
+
 def test_locks_wishes_refusals_and_independence_are_left_alone() -> None:
     store = HashStore()
     choices(0, store).settle(decided(NATIVE))

@@ -80,6 +80,17 @@ def test_what_was_met_and_what_is_pinned_lies_in_the_range(library: str) -> None
 
 
 @pytest.mark.req("R-ENV-08")
+@pytest.mark.parametrize("name", ["cuda", "cudnn", "rocm", "triton"])
+def test_the_matrix_has_a_row_for_the_platform_and_none_of_the_outdated_versions(name: str) -> None:
+    rows = MATRIX["platforms"] | MATRIX["libraries"]
+    assert name in rows, f"docs/compatibility.toml has no row {name}"
+    outdated = {"cuda": "<12.5", "cudnn": "<9", "rocm": "<6.1", "triton": "<3"}[name]
+    assert [version for version in rows[name]["met"] if version in SpecifierSet(outdated)] == []
+    if "range" in rows[name]:
+        assert not any(SpecifierSet(rows[name]["range"]).contains(old) for old in ("2.1.0", "2.2.0", "2.3.0"))
+
+
+@pytest.mark.req("R-ENV-08")
 def test_no_module_of_the_core_compares_versions_of_cuda_rocm_or_triton() -> None:
     """They are the backends' matter, in their data; the core asks the device and reports."""
     pattern = re.compile(r"(cuda|hip|rocm|triton)\w*(\.__version__)?\s*(<|>|<=|>=)\s*[\"'(]?\d+\.\d")

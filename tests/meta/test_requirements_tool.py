@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -308,6 +309,30 @@ def test_an_unknown_id_stops_the_collection(tmp_path, options):
     done = run_pytest(tmp_path, body, *options)
     assert done.returncode not in (0, 5)
     assert "test_a: R-SEL-99" in done.stdout
+
+
+MARKERS = ("gpu", "multigpu", "stress", "correctness", "distributed", "integration", "benchmark", "memray")
+
+
+@pytest.mark.req("R-INFRA-01")
+def test_every_marker_is_known_and_says_where_its_tests_run(tmp_path):
+    """Without a GPU two are skipped; three are left to the long lanes; the rest runs at once."""
+    configured = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+    assert set(MARKERS) <= {line.split(":")[0].split("(")[0] for line in configured["markers"]}
+    assert "--strict-markers" in configured["addopts"], "a misspelt marker would be a test in no lane"
+    body = "".join(f"@pytest.mark.{name}\ndef test_{name}(): pass\n" for name in MARKERS)
+    options = ("-v", "-W", "ignore", "-m")
+    short = run_pytest(tmp_path, body, *options, "short", CUDA_VISIBLE_DEVICES="")
+    assert short.returncode == 0 and "3 passed, 2 skipped, 3 deselected" in short.stdout, short.stdout
+    assert "needs a GPU" in short.stdout and "needs two GPUs" in short.stdout
+    for name in ("correctness", "distributed", "integration"):
+        assert f"test_{name} PASSED" in short.stdout, name
+    for name in ("gpu", "multigpu"):
+        assert f"test_{name} SKIPPED" in short.stdout, name
+    long = run_pytest(tmp_path, body, *options, "long", CUDA_VISIBLE_DEVICES="")
+    assert "3 passed, 5 deselected" in long.stdout, long.stdout
+    for name in ("stress", "benchmark", "memray"):
+        assert f"test_{name} PASSED" in long.stdout, name
 
 
 @pytest.mark.req("R-INFRA-01")

@@ -8,7 +8,7 @@ from functools import lru_cache
 import pytest
 
 from layerzero.model.context import Context, Strides
-from layerzero.model.enums import Causal, Layout
+from layerzero.model.enums import Causal, InstructionFamily, Layout
 from layerzero.registry.capabilities import load_capabilities
 from layerzero_flashattn import plugin
 from layerzero_verify.testing import fakes
@@ -96,6 +96,41 @@ def test_head_dim_and_dtype_limits():
 )
 def test_the_head_dims_of_flash_attention_4_follow_the_instruction_family(sm, dim, dim_v, fits):
     assert ("flashattn4" in fitting(call(sm, dim=dim, dim_v=dim_v))) is fits
+
+
+@pytest.mark.req("R-BK-FA4-02")
+def test_datacenter_blackwell_is_served_by_its_tensor_core_instruction_and_by_nothing_without_it():
+    def mine(device):
+        ctx = replace(call(100), device=device)
+        return [spec for spec in kernels() if spec.backend == "flashattn4" and not spec.check(ctx)]
+
+    blackwell = mine(fakes.gpu(100))
+    assert {spec.kernel_id for spec in blackwell} == {
+        "flashattn4.attention.sm100", "flashattn4.attention.sm100_deterministic",
+    }  # fmt: skip
+    for spec in blackwell:
+        assert spec.instruction_families == {InstructionFamily.TCGEN05}
+    without = fakes.gpu(100).instruction_families - {InstructionFamily.TCGEN05}
+    maimed = replace(fakes.gpu(100), instruction_families=without)
+    assert mine(maimed) == []
+    for spec in blackwell:
+        assert [item.code.value for item in spec.check_device(maimed)] == ["INSTRUCTION_FAMILY_MISSING"]
+    for sm, family in ((80, "mma"), (90, "wgmma"), (110, "tcgen05"), (120, "mma")):
+        others = mine(fakes.gpu(sm))
+        assert others and {name for spec in others for name in spec.instruction_families} == {family}, sm
+
+
+@pytest.mark.req("R-SEL-18")
+@pytest.mark.parametrize("sm", [80, 90, 100, 120])
+def test_every_generation_refuses_a_last_axis_that_skips(sm):
+    ctx = call(sm)
+    taking = [spec for spec in kernels() if not spec.check(ctx)]
+    assert taking
+    for spec in taking:
+        found = [item.code.value for item in spec.check(replace(ctx, strides=Strides(last=2)))]
+        assert found == ["STRIDE_LAST_DIM"], spec.kernel_id
+        against = spec.check(replace(ctx, strides=Strides(order="swapped")))
+        assert not against, spec.kernel_id  # heads and sequence exchanged is no matter: rows are whole
 
 
 @pytest.mark.req("R-BK-FA4-04")

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import Platform
 from layerzero.plugin.probing import probe
+from layerzero.registry.capabilities import load_capabilities
+from layerzero_liger import plugin
 from layerzero_liger.plugin import layerzero_capabilities, layerzero_health
 from layerzero_verify.testing import fakes
 from tools.pretended_vendors import pretend
@@ -66,6 +72,25 @@ def test_rocm_gets_all_but_the_block_that_needs_hoppers_copies():
     with pretend({"liger-kernel": "0.8.5", "triton": "3.9.0"}, {"liger_kernel": None}):
         status = layerzero_capabilities(rocm)
     assert {name.split(".")[1] for name in status.kernels} == OPS - {"mlp"}
+
+
+@pytest.mark.req("R-BK-LG-03")
+@pytest.mark.parametrize(
+    ("device", "ops"),
+    [(DEVICE, OPS), (DeviceSpec(Platform.ROCM, "cuda", name="MI300X", supports_bf16=True), OPS - {"mlp"})],
+    ids=["cuda", "rocm"],
+)
+def test_cuda_and_rocm_are_served_each_with_kernels_that_take_a_call_there(device, ops):
+    with pretend({"liger-kernel": "0.8.5", "triton": "3.9.0"}, {"liger_kernel": None}):
+        status = layerzero_capabilities(device)
+    assert (status.available, codes(status)) == (True, [])
+    kernels = load_capabilities(Path(plugin.__file__).with_name("capabilities.json")).kernels
+    there = {spec.kernel_id for spec in kernels if not spec.check_device(device)}
+    assert set(status.kernels) == there and {name.split(".")[1] for name in there} == ops
+    call = Context(op="rms_norm", device=device, dtype="bfloat16", dims=(("rows", 4), ("hidden", 64)))
+    (norm,) = (spec for spec in kernels if spec.kernel_id == "liger.rms_norm.triton")
+    assert norm.check(call) == []
+    assert {item.code.value for item in norm.check(replace(call, device=fakes.cpu()))} == {"PLATFORM_MISMATCH"}
 
 
 def test_the_fused_block_takes_square_blocks_only():

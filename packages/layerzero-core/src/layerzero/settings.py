@@ -150,7 +150,7 @@ SETTINGS: Final = (
     Setting("breaker.cooldown_s", _SECONDS, 30.0, "seconds it stays open", "health", "BREAKER_COOLDOWN"),
     Setting("breaker.successes", _COUNT, 1, "good runs that close it again", "health"),
     Setting("breaker.enabled", FLAG, True, "false: nothing is set aside", "health"),
-    Setting("breaker.backend_kernels", _COUNT, 3, "open kernels of a backend that open the backend's own", "health"),
+    Setting("breaker.backend_kernels", _COUNT, 3, "so many open breakers of kernels open their backend's", "health"),
     Setting("breaker.probe", FLAG, True, "run the backend's self test before it gets traffic again", "runtime"),
     Setting("breaker.probe_timeout_s", number(0.1), 60.0, "seconds that self test may take", "runtime"),
     Setting(
@@ -209,7 +209,7 @@ SETTINGS: Final = (
     ),
     Setting("", _SOME_SECONDS, 300.0, "seconds a background compile may take", "dispatch", "JIT_TIMEOUT"),
     Setting("", PATH, None, "directory of compiled kernels (made with 0700)", "plugin", "JIT_CACHE_DIR"),
-    Setting("", PATH, None, "key file; only dispatch tables signed with it are obeyed", "tables", "TABLE_KEY"),
+    Setting("", PATH, None, "key file; only tables and packs signed with it are obeyed", "tables", "TABLE_KEY"),
     Setting("", FLAG, None, "layerzero-accel: off leaves it aside, on refuses to go without", "dispatch", "ACCEL"),
     Setting("", PATH, None, "file to write the calls of this process to, when it ends", "runtime", "RECORD"),
     Setting(

@@ -50,7 +50,7 @@ def doctor(backend: str | None, timeout: float | None, probe: bool, problems: bo
 
 @verb(cli, "readiness")
 @click.option("--config", type=click.Path(path_type=Path), help="Policy file to judge instead of the one in force.")
-@click.option("--production", is_flag=True, help="As a server that takes traffic: what would warn fails.")
+@click.option("--production", is_flag=True, help="Also fail for what a server must not start with.")
 def readiness(config: Path | None, production: bool) -> Answer:
     """Check that everything the policy needs exists and works.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,11 @@ import layerzero as lz
 from layerzero.backends.reference.attention import attention as reference
 from layerzero.backends.reference.varlen import paged_attention as paged_reference
 from layerzero.backends.sdpa import default, kernels
+from layerzero.model.context import Context, Strides
+from layerzero.model.enums import Layout
 from layerzero.numerics import Tolerance, assert_close, tolerance
+from layerzero.runtime.state import state
+from layerzero_verify.testing import fakes
 
 CPU_KERNELS = ("sdpa.attention.flash_cpu", "sdpa.attention.math")
 CUDA_KERNELS = (
@@ -182,6 +187,24 @@ def test_a_stride_of_two_keeps_fused_kernels_out_and_the_result_right():
     assert_close(lz.attention(q, k, k), want, tolerance("attention", torch.float32))
 
 
+@pytest.mark.req("R-SEL-18")
+@pytest.mark.parametrize("name", ["flash_cpu", "flash", "efficient", "cudnn"])
+def test_every_fused_kernel_refuses_a_last_axis_that_skips_and_takes_one_that_is_exchanged(name):
+    """The descriptors as they are shipped, on a CPU or a GPU that is only described."""
+    kernel = state.world.registry.get(f"sdpa.attention.{name}")
+    device, dtype = (fakes.cpu(), "float32") if name == "flash_cpu" else (fakes.gpu(90), "float16")
+    sizes = {"batch": 1, "num_heads": 8, "num_kv_heads": 8, "seq_len_q": 64, "seq_len_k": 64, "head_dim": 64}
+    ctx = Context(
+        op="attention", device=device, dtype=dtype, dtypes=(dtype,), layout=Layout.BHSD,
+        dims=tuple({**sizes, "head_dim_v": 64}.items()),
+    )  # fmt: skip
+    assert kernel.check(ctx) == []
+    found = kernel.check(replace(ctx, strides=Strides(last=2, order="other")))
+    assert [(item.code.value, item.value, item.limit) for item in found] == [("STRIDE_LAST_DIM", 2, 1)]
+    for order in ("swapped", "other"):
+        assert kernel.check(replace(ctx, strides=Strides(order=order))) == []
+
+
 @pytest.mark.req("R-BK-SDPA-02")
 @pytest.mark.parametrize("device", DEVICES)
 def test_head_dim_84_and_dropout_and_gqa_run(device):
@@ -286,8 +309,6 @@ def test_capture_and_replay(kernel):
 
 @pytest.mark.gpu
 def test_a_decode_loop_on_the_gpu_stays_hot_and_right():
-    from layerzero.runtime.state import state
-
     q = torch.randn(2, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
     k = torch.randn(2, 2, 1, 128, device="cuda", dtype=torch.bfloat16)
     grown = k

@@ -57,6 +57,48 @@ def test_inputs_on_two_devices_are_refused_and_each_is_named():
     assert "query on cpu" in str(caught.value) and "key on meta" in str(caught.value)
 
 
+def _t(*shape, at="cpu", dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype, device=at)
+
+
+_OFFSETS = torch.tensor([0, 2, 5], dtype=torch.int32)
+_PAGES, _LENS = torch.zeros(2, 2, dtype=torch.int32), torch.tensor([3, 5], dtype=torch.int32)
+_COS = _t(5, 4)
+# An op, and which input of it lies elsewhere: the call with that input on a device, and the first input that stays.
+APART = {
+    "attention: value": (lambda at: lz.attention(_t(1, 2, 5, 8), _t(1, 2, 5, 8), _t(1, 2, 5, 8, at=at)), "query"),
+    "attention: attn_mask": (lambda at: lz.attention(*[_t(1, 2, 5, 8)] * 3, attn_mask=_t(5, 5, at=at)), "query"),
+    "varlen_attention: key": (
+        lambda at: lz.varlen_attention(_t(5, 2, 8), _t(5, 2, 8, at=at), _t(5, 2, 8), _OFFSETS, _OFFSETS), "query",
+    ),
+    "paged_attention: value_cache": (
+        lambda at: lz.paged_attention(
+            _t(2, 2, 8), _t(4, 4, 2, 8), _t(4, 4, 2, 8, at=at), lz.paged_batch(_PAGES, _LENS)
+        ), "query",
+    ),
+    "rms_norm: weight": (lambda at: lz.rms_norm(_t(3, 8), _t(8, at=at)), "input"),
+    "add_rms_norm: residual": (lambda at: lz.add_rms_norm(_t(3, 8), _t(3, 8, at=at), _t(8)), "input"),
+    "layer_norm: bias": (lambda at: lz.layer_norm(_t(3, 8), _t(8), _t(8, at=at)), "input"),
+    "linear: weight": (lambda at: lz.linear(_t(3, 8), _t(4, 8, at=at)), "input"),
+    "linear: bias": (lambda at: lz.linear(_t(3, 8), _t(4, 8), _t(4, at=at)), "input"),
+    "embedding: weight": (lambda at: lz.embedding(_t(3, dtype=torch.int64), _t(4, 8, at=at)), "ids"),
+    "rope: sin": (lambda at: lz.rope(_t(1, 2, 5, 8), None, _COS, _t(5, 4, at=at)), "q"),
+}  # fmt: skip
+
+
+@pytest.mark.req("R-DEV-09")
+@pytest.mark.parametrize("name", APART)
+def test_every_op_refuses_inputs_that_lie_apart_and_says_which_lies_where(name):
+    call, stays = APART[name]
+    moved = name.partition(": ")[2]
+    for _ in range(2):
+        call("cpu")  # hot the second time: the check must not be lost behind the table
+        with pytest.raises(InvalidInputError) as caught:
+            call("meta")
+        assert caught.value.code == "DEVICE_MIXED" and caught.value.hint
+        assert f"{moved} on meta" in str(caught.value) and f"{stays} on cpu" in str(caught.value)
+
+
 @pytest.mark.req("R-POL-10")
 def test_plan_mode_is_a_toggle_of_every_level(monkeypatch, tmp_path):
     assert lz.get_config().plan_mode is False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,14 +14,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import layerzero as lz
+from layerzero.dispatch.bind import resolve
 from layerzero.errors import (
+    BackendNotAvailableError,
     InvalidInputError,
     KernelExecutionError,
+    LayerZeroError,
     LockedKernelError,
     NoKernelFoundError,
+    UnknownNameError,
 )
 from layerzero.health.breaker import BreakerPhase
 from layerzero.runtime.state import state
+from tools import faulty_plugins as faults
 
 X = torch.linspace(-1, 1, 24).reshape(3, 8)
 W = torch.ones(8)
@@ -471,8 +477,6 @@ def test_deny_is_stronger_than_everything(lab: Any) -> None:
 # -- kernels that cannot be bound -----------------------------------------------------------------
 @pytest.mark.req("R-FAIL-01", "R-EXC-06")
 def test_a_kernel_whose_module_cannot_be_imported_is_set_aside_with_the_reason(lab: Any, tmp_path: Any) -> None:
-    from dataclasses import replace
-
     broken = replace(lab.kernel("lost.rms_norm.a", priority=99), function="no_such_vendor_module:kernel")
     nameless = replace(lab.kernel("lost.rms_norm.b", priority=98), function="math:no_such_function")
     lab.use(broken, nameless)
@@ -493,8 +497,6 @@ def test_a_kernel_whose_module_cannot_be_imported_is_set_aside_with_the_reason(l
 def test_a_vendor_that_dies_at_import_costs_only_itself(
     lab: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, source: str
 ) -> None:
-    from dataclasses import replace
-
     (tmp_path / "dying_vendor.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     count = 40  # more than any fixed number of attempts
@@ -551,3 +553,40 @@ def test_an_adapter_whose_library_was_half_imported_is_imported_again(tmp_path, 
     with pytest.raises(AttributeError, match="knobs"):
         bind._import(f"{name}:run")
     assert len((tmp_path / f"{name}.seen").read_text()) == bind._TRIES
+
+
+@pytest.mark.req("R-EXC-06")
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize(
+    ("kind", "code", "word"),
+    [
+        ("raises_at_import", "PLUGIN_IMPORT_FAILED", "broken install"),
+        ("missing_dependency", "PLUGIN_IMPORT_FAILED", "a_module_that_nobody_has"),
+        ("exits_at_register", "PLUGIN_REGISTER_FAILED", "no licence found"),
+    ],
+)
+def test_a_backend_that_is_asked_for_and_cannot_be_used_is_an_error_with_its_own_reason(
+    site: Any, monkeypatch: pytest.MonkeyPatch, kind: str, code: str, word: str
+) -> None:
+    """An installed package whose plugin fails: a call without `backend=` runs, one that asks for it raises."""
+    faults.install(site, kind)
+    monkeypatch.setenv("LAYERZERO_PLUGINS", kind)
+    lz.reset()
+    torch.testing.assert_close(lz.rms_norm(X, W), torch.rms_norm(X, W.shape, W, 1e-6))
+    for _ in range(2):
+        with pytest.raises(BackendNotAvailableError) as caught:
+            lz.rms_norm(X, W, backend=kind)
+        assert isinstance(caught.value, LayerZeroError) and not isinstance(caught.value, UnknownNameError)
+        assert caught.value.code == code and caught.value.reasons[0].code == code
+        assert kind in str(caught.value) and word in caught.value.reasons[0].message
+    with pytest.raises(UnknownNameError) as unknown:  # one that nobody has installed is another matter
+        lz.rms_norm(X, W, backend="nobody")
+    assert unknown.value.code == "BACKEND_UNKNOWN"
+
+
+@pytest.mark.req("R-EXC-06")
+def test_a_kernel_whose_vendor_is_gone_raises_it_where_it_is_bound_by_hand(lab: Any) -> None:
+    gone = replace(lab.kernel("lost.rms_norm.a"), function="no_such_vendor_module:kernel")
+    with pytest.raises(BackendNotAvailableError, match="no_such_vendor_module") as caught:
+        resolve(gone)
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError) and "lost.rms_norm.a" in str(caught.value)

@@ -360,6 +360,26 @@ def test_a_decode_loop_stays_hot_and_right(lab: Any, layout: str) -> None:
     assert state.counters.selections - before < 20
 
 
+@pytest.mark.req("R-CACHE-06")
+@pytest.mark.parametrize("axis", ["queries", "keys"])
+def test_a_length_beyond_its_bucket_another_dtype_and_another_policy_are_selected_afresh(lab: Any, axis: str) -> None:
+    """A kernel without limits: its buckets end at powers of two. Inside one nothing is selected a second time."""
+    lab.use(lab.kernel("any.attention.k", priority=99), only=True)
+
+    def selected(length: int, dtype: torch.dtype = torch.float32) -> int:
+        before = state.counters.selections
+        for _ in range(2):
+            lengths = (length, 700) if axis == "queries" else (3, length)  # fewer queries than keys, always
+            assert lab.run(lz.attention, *qkv(*lengths, dtype=dtype))[1] == ["any.attention.k"]
+        return state.counters.selections - before
+
+    assert [selected(length) for length in (130, 129, 200, 256)] == [1, 0, 0, 0]
+    assert [selected(length) for length in (257, 512, 513, 128)] == [1, 0, 1, 1]
+    assert [selected(200, torch.float64), selected(200, torch.float64), selected(200)] == [1, 0, 0]
+    lz.configure(deny=["nobody.*"])
+    assert [selected(200), selected(130)] == [1, 0]
+
+
 def test_a_limit_inside_a_bucket_switches_exactly_there(lab: Any) -> None:
     lab.use(
         lab.kernel("short.attention.k", priority=99, limits=(("seq_len_k", Limit(max=1000)),)),

@@ -34,6 +34,24 @@ def test_the_longer_axis_is_taken_for_the_sequence_with_a_warning() -> None:
     assert ctx.notes[0].code == "LAYOUT_INFERRED"
 
 
+@pytest.mark.req("R-CTX-01")
+def test_no_layout_is_guessed_where_one_is_given_and_never_by_a_call() -> None:
+    """Sixty-four by two: `from_tensors` alone takes the first for the length, and only where nobody says otherwise."""
+    q = t(1, 64, 2, 16)
+    assert inferred(q).layout is Layout.BSHD
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for layout, heads, length in ((Layout.BHSD, 64, 2), (Layout.BSHD, 2, 64)):
+            given = Context.from_tensors(q, layout=layout)
+            assert (given.layout, given.num_heads, given.seq_len_q) == (layout, heads, length) and not given.notes
+        asked = lz.explain("attention", q, q, q).context
+        assert (asked.layout, asked.num_heads, asked.notes) == (Layout.BHSD, 64, ())
+        out = lz.attention(q, q, q)
+    wide = q.double()
+    want = torch.nn.functional.scaled_dot_product_attention(wide, wide, wide)
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.req("R-CTX-02", "R-CTX-03")
 def test_equal_axes_are_told_apart_by_strides_or_refused() -> None:
     square = t(2, 16, 16, 8)

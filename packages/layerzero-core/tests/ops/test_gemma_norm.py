@@ -55,6 +55,24 @@ def test_gemma_add_rms_norm_is_the_sum_then_the_norm(backend, dtype, stream):
     assert torch.equal(out, apart)
 
 
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.req("R-API-03", "R-OP-14", "R-TOL-02")
+def test_rms_norm_is_the_formula_with_the_eps_and_the_weight_that_are_given(backend, dtype, weighted):
+    x, w = draw(3, 5, 40, dtype=dtype), draw(40, dtype=dtype, seed=1) if weighted else None
+    wide = torch.ones(40) if w is None else w
+    for eps, other in ((1e-6, 0.25), (0.25, 1e-6)):
+        out = lz.rms_norm(x, w, eps, backend=backend)
+        assert out.dtype == dtype and out.shape == x.shape
+        assert_close(out, formula(x, wide, eps, offset=0.0), tolerance("rms_norm", dtype))
+        assert not compare(out, formula(x, wide, other, offset=0.0), Tolerance(2e-2, 2e-2)).ok
+        if weighted:
+            assert not compare(out, formula(x, torch.ones(40), eps, offset=0.0), Tolerance(2e-2, 2e-2)).ok
+    assert torch.equal(lz.rms_norm(x, w, backend=backend), lz.rms_norm(x, w, 1e-6, backend=backend))
+    assert backend in (None, lz.which("rms_norm", x, w, backend=backend).partition(".")[0])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_stream_narrower_than_the_activation_is_not_rounded_twice(backend):
     x, r, w = draw(64, 32, dtype=torch.float32), draw(64, 32, dtype=torch.bfloat16, seed=1), torch.zeros(32)

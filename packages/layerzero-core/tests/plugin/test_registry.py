@@ -1,15 +1,22 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
+import torch
 
+import layerzero as lz
+from layerzero.device.spec import DEFAULT_GENERATIONS
 from layerzero.errors import PluginError, UnknownNameError
 from layerzero.model.context import Context
-from layerzero.model.enums import Platform
+from layerzero.model.enums import GPUGeneration, Platform
 from layerzero.model.kernel import BackendSpec, KernelSpec
 from layerzero.reasons import reason
+from layerzero.registry.capabilities import load_capabilities
 from layerzero.registry.kernels import KernelRegistry
+from layerzero.runtime.state import state
+from layerzero_verify.testing.fakes import capabilities, gpu
 
 
 def kernel(kernel_id: str, platform: Platform = Platform.CPU, **given: object) -> KernelSpec:
@@ -111,3 +118,49 @@ def test_the_overall_hash_follows_descriptors_versions_and_code() -> None:
     assert with_backend(REGISTRY, dataclasses.replace(backend("a"), available=False)).capabilities_hash != base
     loose = REGISTRY.add([kernel("c.rms_norm.x")])
     assert loose.capabilities_hash != REGISTRY.add([kernel("c.rms_norm.x", priority=2.0)]).capabilities_hash
+
+
+@pytest.mark.req("R-CAP-02")
+def test_another_descriptor_is_another_cache_key_and_an_equal_one_is_found_again(lab: Any) -> None:
+    """The same kernel id twice; only the descriptor of its backend differs, so only its hash tells them apart."""
+    x, w = torch.randn(3, 8), torch.ones(8)
+    function = lab.builtin.get("reference.rms_norm.plain").function
+
+    def chosen(priority: float) -> tuple[str, int]:
+        described = load_capabilities(capabilities("own", {"function": function, "priority": priority}))
+        spec = BackendSpec("own", platforms=described.platforms, capabilities_hash=described.hash)
+        state.use(lab.builtin.add(described.kernels, spec))
+        before = state.counters.selections
+        return lz.select("rms_norm", x, w).chosen, state.counters.selections - before
+
+    assert chosen(99.0) == ("own.rms_norm.plain", 1)
+    assert chosen(99.0) == ("own.rms_norm.plain", 0)
+    assert chosen(-99.0) == ("torch.rms_norm.native", 1)
+    assert chosen(99.0) == ("own.rms_norm.plain", 0)
+
+
+@pytest.mark.req("R-CORE-19")
+def test_a_backend_spec_keeps_what_it_is_told_and_the_registry_obeys_it() -> None:
+    why = reason("BACKEND_NOT_INSTALLED", "libb", "libb")
+    told: dict[str, Any] = {
+        "name": "b", "dist": "layerzero-b", "version": "1.2", "vendor": "libb", "vendor_version": "3.4",
+        "available": False, "capabilities_hash": "h", "builtin": False, "vendor_range": ">=3,<4",
+        "vendor_module": "libb.ops",
+    }  # fmt: skip
+    spec = BackendSpec(**told, platforms=frozenset({Platform.CPU, Platform.CUDA}), reasons=(why,))
+    shown = spec.to_json()
+    assert {name: shown[name] for name in told} == told
+    assert shown["platforms"] == ["cpu", "cuda"] and shown["reasons"] == [why.to_json()]
+    assert BackendSpec("b").available and BackendSpec("b").vendor_version is None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec.available = True  # type: ignore[misc]
+
+    ctx = Context(op="rms_norm", dims=(("hidden", 8),))
+    for given, kernels in ((spec, ()), (dataclasses.replace(spec, available=True, reasons=()), (B,))):
+        registry = KernelRegistry().add([B], given)
+        assert registry.backends == {"b": given} and registry.by_backend("b") == (B,)
+        assert registry.available("b") is given.available and registry.by_context(ctx) == kernels
+
+    mine = dataclasses.replace(spec, generations=DEFAULT_GENERATIONS.override({"90": {"generation": "ada_lovelace"}}))
+    assert mine.sees(gpu(90)).gpu_generation is GPUGeneration.ADA_LOVELACE and mine.sees(gpu(80)) == gpu(80)
+    assert spec.sees(gpu(90)) == gpu(90) and gpu(90).gpu_generation is GPUGeneration.HOPPER

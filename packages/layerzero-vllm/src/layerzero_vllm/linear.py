@@ -29,7 +29,7 @@ from layerzero_vllm.plugin import pinned
 ROWS = (1, 8, 32, 128, 512)  # rows that are measured: decode of one and of a few sequences, a batch, prompts
 STREAMED = 8  # up to so many rows reading the weight decides; more are measured on a piece of one weight
 PIECE = 1 << 20  # elements of that piece
-ENOUGH = 64 << 20  # bytes of weights that no cache holds
+ENOUGH = 64 << 20  # bytes of weights, more than most caches hold
 AT_ONCE = 128  # rows of one call of ours: what our kernels multiply with one visit of the weight
 HOPELESS = 8.0  # vLLM's has no kernel for a dtype where it takes so much longer: more rows are not waited for
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -3,7 +3,7 @@
 | LAYERZERO_VLLM | |
 |---|---|
 | unset, off | vLLM is left alone: none of its modules is imported or changed |
-| on | attention and linears on a CPU are chosen here; a vLLM that is not supported is left alone, with a warning |
+| on | attention and linears on a CPU, and CUSTOM on CUDA, are chosen here; other vLLMs are left alone, with a warning |
 | strict | the same, but what would be a warning stops vLLM |
 
 LAYERZERO_VLLM_CHOICE=layerzero or vllm takes that side wherever it can serve, instead of the quicker one.

@@ -282,7 +282,7 @@ def doubt_of(item: Measurement, world: World) -> str | None:
         return f"refused: {_refusal(item).message}"
     doubt = _doubt(item, versions_of(world.registry, item.kernel_id))
     if doubt is None and item.spread >= NO_TRUST:
-        doubt = _unsteady(item)
+        doubt = f"{_unsteady(item)}, unless even its slow calls beat all others"
     if doubt is not None:
         return doubt
     from layerzero.device.probe import probe_devices

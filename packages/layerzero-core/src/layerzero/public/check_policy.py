@@ -323,7 +323,7 @@ def _caches(numbers: Mapping[str, Any], hot: int) -> Check:
 
 
 # -- production --------------------------------------------------------------------------------------------------
-# What is merely worth a warning elsewhere fails here: a server that starts is expected to stay as it was tested.
+# A server that starts is expected to stay as it was tested, so most of what is a warning elsewhere fails here.
 # Nothing compiles while requests wait, nothing is measured beside them, no setting is misspelt, no kernel is known to
 # have taken a process down.
 _GROUP = "production"

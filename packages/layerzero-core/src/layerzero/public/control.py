@@ -86,7 +86,7 @@ def use_table(path: str | os.PathLike[str] | None) -> None:
 
 
 def lock(op: str, kernel_id: str) -> None:
-    """Always run this kernel for this op; a call that it cannot serve raises LockedKernelError."""
+    """Always run this kernel for this op; what it cannot serve raises LockedKernelError (or falls back: on_fault)."""
     world = state.world
     if op not in world.ops and "*" not in op:
         near = ", ".join(nearest(op, world.ops) or sorted(world.ops)[:8])

@@ -69,8 +69,8 @@ def bench(
     lz bench rms_norm --shape 512,4096 --kernel torch --plot norms.svg
     lz bench --grid benchmarks/grid.toml --tag decode --out decode.json
 
-    All of them in the same rounds, results held against the reference first; a wrong one is not timed. Exit code 1
-    when nothing could be timed.
+    All run in the same rounds; results are compared with the reference first, and a wrong kernel is not timed. Exit
+    code 1 when nothing could be timed.
     """
     from layerzero_tune.bench.contest import compete, svg
 

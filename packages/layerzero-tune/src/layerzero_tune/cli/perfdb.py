@@ -103,8 +103,8 @@ def export(out: Path, database: Path | None) -> Answer:
 def bring(file: Path, database: Path | None, dataset: Path | None) -> Answer:
     """Add measurements from a file: our own export, flashinfer-bench traces, or a FlashInfer autotune cache.
 
-    Of two measurements of the same thing the newer stays. What was measured elsewhere is kept, and believed only
-    where machine and versions are the same. A FlashInfer cache names tactics, not times: those are kept beside.
+    Of two measurements of the same thing the newer stays. What was measured elsewhere is kept, and used only where
+    machine and versions are the same. A FlashInfer cache names tactics, not times; they are stored apart.
     """
     db = _opened(database, must_exist=False)
     if file.suffix == ".jsonl" or file.is_dir():

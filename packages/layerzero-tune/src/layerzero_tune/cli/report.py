@@ -36,8 +36,8 @@ def report(measured: tuple[Path, ...], perfdb: Path | None, out: Path, no_torch:
     lz report bench.json --out bench.html              what lz bench --out bench.json has written
 
     Winner maps, the speed-up against torch and against each single library, and every case with times and errors.
-    The page needs nothing else and can be sent around. Plain torch was timed with the kernels; for times of before
-    that was so it is timed beside them now, a fraction of a second a call.
+    The page needs nothing else and can be sent around. Where stored times have none of plain torch, it is timed now, a
+    fraction of a second a call.
     """
     from layerzero_tune.report.data import figures
     from layerzero_tune.report.page import render
