@@ -80,6 +80,32 @@ def test_layers_of_a_shape_wait_until_no_cache_holds_their_weights(monkeypatch):
     assert asked == [2] and linears.waiting == {}
 
 
+@pytest.mark.parametrize(("won", "kept", "asked"), [({1}, True, 2), ({1, 8}, False, 2), ({8, 128}, False, 0)])
+def test_shapes_won_for_few_rows_alone_stay_only_where_the_whole_model_is_quicker(won, kept, asked):
+    seen = []
+
+    def keep(layers, doubtful):
+        times = linear.measure_all(layers)
+        assert list(times) == [1, 8] and all(set(timed) == {OURS, THEIRS} for timed in times.values())
+        seen.extend(doubtful)
+        return kept
+
+    linears = linear.Linears(stock, lambda layers: frozenset(won), keep)
+    layers = [torch.nn.Linear(32, 48, bias=False).requires_grad_(False) for _ in range(2)]
+    weights = [layer.weight.clone() for layer in layers]
+    for layer in layers:
+        linears.dispatch(layer, remove_weight=True)
+    linears.settle()
+    assert len(seen) == asked and linears.settled == []
+    for layer, weight in zip(layers, weights, strict=True):
+        ours = kept or not asked
+        assert (layer.cpu_linear is linear.either) == ours and layer.weight.numel() == (weight.numel() if ours else 0)
+        x = torch.randn(1, 32)
+        torch.testing.assert_close(layer.cpu_linear(x, layer.weight, None), torch.nn.functional.linear(x, weight))
+    linears.settle()
+    assert len(seen) == asked, "a model is asked about once"
+
+
 @pytest.mark.parametrize("change", [lambda w: w.to(torch.float64), lambda w: w.t(), lambda w: w.reshape(4, 8, 48)])
 def test_weights_that_are_no_plain_matrix_are_not_touched(change):
     layer = torch.nn.Linear(32, 48, bias=False)

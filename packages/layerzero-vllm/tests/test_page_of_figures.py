@@ -71,14 +71,15 @@ class Paced:
         return {"seconds": self.seconds * len(prompts)}
 
 
-def test_engines_in_turns_give_the_median_of_their_ratios_and_ours_alone_gives_no_ratio():
+def test_pairs_of_engines_give_the_mean_of_their_ratios_and_ours_alone_gives_no_ratio():
     bench, cases = script(), {"decode B8": (8, 32, 48)}
-    (row,) = bench.measured(Paced(0.25), Paced(0.125), 3, 100, cases)
-    assert (row["stock_tokens_s"], row["tokens_s"], row["times"]) == (192.0, 384.0, 2.0)
-    assert row["seconds"] == [[2.0] * 3, [1.0] * 3]  # every round is kept
+    pairs = [list(bench.measured(Paced(stock), Paced(0.125), 3, 100, cases)) for stock in (0.25, 1.0)]
+    (row,) = (bench.joined(case) for case in zip(*pairs, strict=True))
+    assert (row["stock_tokens_s"], row["tokens_s"], row["times"]) == (76.8, 384.0, 4.0) and row["by_pair"] == [2.0, 8.0]
+    assert row["seconds"] == [[[2.0] * 3, [1.0] * 3], [[8.0] * 3, [1.0] * 3]]  # every round is kept
     assert bench.ended(Paced(0.1)) is None
     assert bench.ended(Paced(None)) == "the engine ended with -4"
-    (row,) = bench.measured(None, Paced(0.125), 3, 100, cases)
+    row = bench.joined(list(bench.measured(None, Paced(0.125), 3, 100, cases)))
     assert row["tokens_s"] == 384.0 and "times" not in row and "stock_tokens_s" not in row
 
 

@@ -252,8 +252,8 @@ def install() -> None:
             if one["kind"] in given_back and one["winner"] == OURS:
                 said = f"{one['reason']}, but all linears of the model in turn: {shown}"
                 one.update(winner=THEIRS, kernel="vLLM's own", reason=said)
-        for one in doubtful:
-            key(one.weight, won=False)
+        for layer in doubtful:
+            key(layer.weight, won=False)
         return False
 
     _linears = Linears(stock, choose, keep)
