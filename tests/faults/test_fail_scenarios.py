@@ -128,7 +128,7 @@ def test_exceptions_interrupts_and_good_ends_leave_no_crash_marker(tmp_path: Pat
 
 
 # -- 01: the backend cannot be imported ---------------------------------------------------------------
-@pytest.mark.req("R-FAIL-01")
+@pytest.mark.req("R-FAIL-01", "R-HLTH-03")
 @pytest.mark.parametrize("kind", ["raises_at_import", "exits_at_import", "missing_dependency", "syntax_error"])
 def test_a_plugin_that_cannot_be_imported_costs_only_itself(
     alone: Path, monkeypatch: pytest.MonkeyPatch, kind: str

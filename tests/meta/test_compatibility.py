@@ -46,6 +46,14 @@ def test_every_package_asks_for_the_python_the_matrix_names_and_this_one_is_met(
     assert check_machine._FLOORS == {"python": python["range"], "torch": MATRIX["torch"]["range"]}  # doctor's word
 
 
+@pytest.mark.req("R-ENV-06")
+@pytest.mark.parametrize("name", sorted(PROJECTS))
+def test_every_package_takes_python_from_3_11_on_and_no_older_one(name: str) -> None:
+    takes = SpecifierSet(str(PROJECTS[name]["requires-python"]))
+    assert all(takes.contains(version) for version in ("3.11", "3.11.7", "3.12.0", "3.13.5", "3.14.0", "3.99"))
+    assert not any(takes.contains(version) for version in ("2.7", "3.9.21", "3.10", "3.10.99"))
+
+
 @pytest.mark.req("R-ENV-07")
 def test_torch_is_asked_for_once_as_the_matrix_says_and_this_one_is_met() -> None:
     wanted = MATRIX["torch"]

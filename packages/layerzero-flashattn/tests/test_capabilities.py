@@ -78,6 +78,20 @@ def test_head_dim_and_dtype_limits():
     assert "DTYPE_UNSUPPORTED" in codes("flashattn3", call(90, dtype="float32"))
 
 
+@pytest.mark.req("R-SEL-15")
+@pytest.mark.parametrize(("sm", "backend"), [(80, "flashattn2"), (90, "flashattn3")])
+def test_the_head_dims_that_the_descriptors_of_2_and_3_take_end_at_256_in_steps_of_8(sm, backend):
+    for dim in (32, 64, 128, 256):
+        assert backend in fitting(call(sm, dim=dim)), dim
+    for dim, code, limit in ((84, "HEAD_DIM_NOT_MULTIPLE", 8), (320, "HEAD_DIM_TOO_LARGE", 256)):
+        ctx = call(sm, dim=dim)
+        assert backend not in fitting(ctx)
+        usual = [spec for spec in kernels() if spec.backend == backend and not spec.check(call(sm))]
+        for spec in usual:
+            assert (code, dim, limit) in {(why.code.value, why.value, why.limit) for why in spec.check(ctx)}
+        assert usual
+
+
 @pytest.mark.req("R-BK-FA4-04")
 @pytest.mark.parametrize(
     ("sm", "dim", "dim_v", "fits"),

@@ -93,6 +93,20 @@ def test_widths_it_was_not_written_for_are_refused_by_name(head_dim):
             assert "HEAD_DIM_INVALID" in [r.code.value for r in spec.check(attention(head_dim))], name
 
 
+@pytest.mark.req("R-SEL-15")
+@pytest.mark.parametrize("kernel_id", [name for name, spec in KERNELS.items() if spec.op == "attention"])
+def test_every_kernel_of_attention_takes_the_widths_64_128_and_256_and_neither_84_nor_320(kernel_id):
+    """FlashInfer's widths are a list, so that one beyond the largest is no member of it rather than too large."""
+
+    def said(head_dim):
+        found = [why for why in KERNELS[kernel_id].check(attention(head_dim)) if why.code.value.startswith("HEAD_DIM")]
+        return {why.code.value for why in found if why.value == head_dim}
+
+    assert [said(head_dim) for head_dim in (64, 128, 256)] == [set()] * 3
+    for head_dim in (84, 320):
+        assert said(head_dim) & {"HEAD_DIM_INVALID", "HEAD_DIM_TOO_LARGE"}
+
+
 def test_group_sizes_without_a_kernel_are_refused_on_cuda_cores_alone():
     ctx = attention(heads=10, kv_heads=2, rows=1)
     (why,) = [r for r in KERNELS["flashinfer.attention.single_decode"].check_call(ctx) if "gqa" in str(r)]

@@ -16,6 +16,7 @@ from tools.pytest_fixtures import module_beside
 _kernels = module_beside(__file__, "loopback_kernels")
 build, compile_c = _kernels.build, _kernels.compile_c
 compiled_kernel, stable_abi_variant = _kernels.compiled_kernel, _kernels.stable_abi_variant
+universal_kernel = _kernels.universal_kernel
 
 # pthread_create moved to libc in glibc 2.34: a build against a newer system asks for it there.
 NEW_GLIBC = """
@@ -174,6 +175,26 @@ def test_two_kernels_of_one_namespace_are_not_locked_together(bench):
     with pytest.raises(Exception) as caught:
         bench.lock(two, probe=True)
     assert caught.value.code.value == "HUB_NAMESPACE_DUPLICATE"
+
+
+@pytest.mark.req("R-BK-HF-03")
+def test_two_versions_of_one_namespace_clash_until_one_has_its_own(bench):
+    """Both in one process would end it: the second is refused by name, and what was locked stays as it was."""
+    repo = bench.publish("clash", id="_lz_clash", extra=foreign("_lz_clash") + "NUMBER = 1\n")
+    for version, identity, space in ((2, "__lz_clash", "_lz_clash"), (3, "_lz_clash_3", "_lz_clash_3")):
+        code = f"{foreign(space)}NUMBER = {version}\n"
+        bench.put(repo, universal_kernel(id=identity, version=version, extra=code), version=version)
+    bench.lock(repo, probe=True)
+    with pytest.raises(HubError) as caught:
+        bench.lock(repo, version=2, probe=True)
+    assert caught.value.code.value == "HUB_NAMESPACE_DUPLICATE" and "_lz_clash" in str(caught.value)
+    with bench.refused("HUB_NOT_LOCKED"):
+        bench.load(repo, 2)
+    bench.lock(repo, version=3, probe=True)
+    assert (bench.load(repo, 1).NUMBER, bench.load(repo, 3).NUMBER) == (1, 3)
+    import torch
+
+    assert torch.ops._lz_clash.f.default and torch.ops._lz_clash_3.f.default  # both are there, each under its own name
 
 
 def test_an_import_that_misbehaves_only_after_the_lock_is_quarantined(bench):

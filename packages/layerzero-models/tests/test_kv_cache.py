@@ -400,6 +400,26 @@ def test_mixed_query_key_and_value_are_cast_to_the_query_or_refused(dtypes):
     assert caught.value.code == "DTYPE_MIXED"
 
 
+@pytest.mark.req("R-QUANT-08")
+@pytest.mark.parametrize("words", [{"allow_adaptation": False}, {"strict_mode": True}], ids=str)
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_one_input_of_another_dtype_is_enough_to_be_cast_or_refused_also_when_the_call_is_hot(odd, words):
+    usual = [noise(1, 2, 5, 16, seed=i) for i in range(3)]
+    mixed = [t.bfloat16() if i == odd else t for i, t in enumerate(usual)]
+    for _ in range(2):  # the second time both are hot: the choice for the one must not serve the other
+        assert lz.attention(*usual).dtype == torch.float32
+        got = lz.attention(*mixed)
+        assert got.dtype == mixed[0].dtype
+        exact = torch.nn.functional.scaled_dot_product_attention(*(t.to(mixed[0].dtype).double() for t in mixed))
+        assert_close(got.double(), exact, tolerance("attention", mixed[0].dtype))
+        with lz.scoped(**words):
+            assert lz.attention(*usual).dtype == torch.float32
+            with pytest.raises((InvalidInputError, NoKernelFoundError)) as caught:
+                lz.attention(*mixed)
+            said = {caught.value.code, *(why.code for why in caught.value.reasons)}
+            assert {"DTYPE_MIXED", "ADAPTATION_NOT_ALLOWED"} & said
+
+
 def test_only_the_pages_in_use_are_cast(monkeypatch):
     cache = filled(lens=(9, 5), dtype=torch.bfloat16, num_pages=64)
     sizes = []

@@ -78,6 +78,28 @@ def test_logits_and_greedy_tokens_agree_and_unpatching_restores_the_very_same_ob
     assert all(torch.equal(zoo.logits(model, item), expected) for item, expected in zip(given, want, strict=True))
 
 
+@pytest.mark.req("R-HFT-01")
+@pytest.mark.parametrize(("name", "layers"), [("llama", 3), ("mistral", 3), ("gpt2", 3), ("t5", 6)])
+def test_every_attention_layer_runs_on_our_kernels_while_patched_and_none_before_or_after(
+    lab: Any, name: str, layers: int
+) -> None:
+    """By the kernels that ran: a report, and logits that agree, could come from attention that nobody touched."""
+    lab.use()
+    model = zoo.made(name)
+    given = zoo.inputs(model)
+
+    def attended() -> int:
+        lab.clear()
+        zoo.logits(model, given)
+        return sum(kernel.split(".")[1] == "attention" for kernel in lab.ran())
+
+    assert attended() == 0
+    lz.patch(model)
+    assert attended() == layers
+    lz.unpatch(model)
+    assert attended() == 0
+
+
 @pytest.mark.req("R-HFT-02")
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma", "mixtral", "gpt2", "t5", "bart"])
 def test_beam_search_finds_the_same_sequences(name: str) -> None:

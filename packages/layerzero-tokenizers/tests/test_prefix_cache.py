@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import threading
@@ -136,6 +137,48 @@ def test_two_models_interleaved_keep_their_own_ids(make, opened):
 
 def small_own(tok, text):
     return tok.encode(text).ids if hasattr(tok, "get_vocab_size") else tok.encode(text, allowed_special="all")
+
+
+def exchanged(document):
+    """Two letters of the vocabulary with each other's ids."""
+    vocab = document["model"]["vocab"]
+    vocab["e"], vocab["a"] = vocab["a"], vocab["e"]
+
+
+TWINS = {
+    "vocab": exchanged,
+    "merges": lambda document: document["model"]["merges"].reverse(),
+    "normalizer": lambda document: document.update(normalizer={"type": "Lowercase"}),
+    "added_tokens": lambda document: document["added_tokens"].append(
+        {"id": 9_999, "content": "assistant", "single_word": False, "lstrip": False, "rstrip": False,
+         "normalized": False, "special": False}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.req("R-TOK-04")
+@pytest.mark.parametrize("part", TWINS)
+def test_tokenizers_that_differ_in_one_part_share_nothing(part):
+    """Both in use at once, so no change of a file drops anything: the key alone keeps their ids apart."""
+    from tokenizers import Tokenizer
+
+    document = json.loads(small.gpt2().to_str())
+    own = Tokenizer.from_str(json.dumps(document))
+    TWINS[part](document)
+    other = Tokenizer.from_str(json.dumps(document))
+    assert own.encode(PROMPT).ids != other.encode(PROMPT).ids
+    pairs = [(load(item, prove=False), item) for item in (own, other)]
+    assert all(handle.splits for handle, _ in pairs) and pairs[0][0].tokenizer_id != pairs[1][0].tokenizer_id
+    assert pairs[0][0].remember(PROMPT) > 0
+    before = CACHE.stats()
+    assert lz.tokenize(PROMPT + " once", pairs[1][0]) == other.encode(PROMPT + " once").ids
+    assert (CACHE.stats().hits, CACHE.stats().misses) == (before.hits, before.misses + 1)
+    assert pairs[1][0].remember(PROMPT) > 0
+    for turn in range(4):
+        for handle, library in pairs:
+            text = f"{PROMPT} turn {turn}"
+            assert lz.tokenize(text, handle) == library.encode(text).ids
+    assert CACHE.stats().hits == before.hits + 8 and CACHE.stats().invalidated == before.invalidated
 
 
 @pytest.mark.req("R-TOKCTX-03", "R-CACHE-12")

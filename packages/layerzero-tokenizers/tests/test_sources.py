@@ -171,6 +171,26 @@ def test_a_changed_file_drops_what_was_cached_and_says_which_part(part, change, 
     assert part in caplog.text
 
 
+@pytest.mark.req("R-TOK-04")
+@pytest.mark.parametrize("special", [False, True], ids=["plain", "special"])
+def test_a_token_that_is_added_to_a_file_drops_what_was_cached_with_the_old_one(special, tmp_path, make):
+    """A word that becomes one token: neither vocabulary, merges nor normalizer changed, and the ids did."""
+    from tokenizers import AddedToken, Tokenizer
+
+    model = folder_of(tmp_path / "model", make)
+    prompt = "You are a helpful assistant. " * 40
+    before = [lz.tokenize(prompt + tail, str(model)) for tail in ("one", "two", "three")]
+    assert CACHE.stats().entries == 1 and CACHE.stats().hits >= 1
+    grown = Tokenizer.from_file(str(model / "tokenizer.json"))
+    (grown.add_special_tokens if special else grown.add_tokens)([AddedToken("helpful", special=special)])
+    grown.save(str(model / "tokenizer.json"))
+    found = lz.tokenize(prompt + "two", str(model))
+    assert found == grown.encode(prompt + "two").ids != before[1]
+    stats = CACHE.stats()
+    assert stats.invalidated == 1 and [item.code.value for item in stats.reasons] == ["TOKENIZER_HASH_MISMATCH"]
+    assert str(stats.reasons[0].value).startswith("special_tokens" if special else "added_tokens")
+
+
 @pytest.mark.req("R-TOK-06", "R-FAIL-08")
 def test_an_object_that_changes_is_noticed_at_once_or_by_sampling(monkeypatch):
     monkeypatch.setattr(sources, "PACE", 0)

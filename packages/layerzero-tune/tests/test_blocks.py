@@ -167,6 +167,50 @@ def test_plans_are_cached_by_signature_until_something_changes(monkeypatch: pyte
     assert len(searches) == 4 and not any(kernel.startswith("torch.mlp") for kernel in again.kernels)
 
 
+@pytest.mark.req("R-PLAN-02")
+def test_each_part_of_a_signature_has_a_plan_of_its_own() -> None:
+    """Shapes, dtypes, strides, gradients and the block itself; every plan is still there when it is asked for again."""
+    t = layer()
+    strided = torch.empty(*t["x"].shape[:-1], 2 * HIDDEN)[..., ::2].copy_(t["x"])
+    wide = {name: item.clone() for name, item in t.items()}
+    wide["wo"].requires_grad_()
+    asked = {
+        "as it is": (BLOCK, t),
+        "shape": (BLOCK, layer(tokens=7)),
+        "batch": (BLOCK, layer(batch=3)),
+        "dtype": (BLOCK, layer(dtype=torch.bfloat16)),
+        "strides": (BLOCK, {**t, "x": strided}),
+        "a weight that is trained": (BLOCK, wide),
+        "a bias": (BLOCK, layer(bq=torch.zeros(HEADS * WIDTH))),
+        "the block": (decoder_layer(HEADS, KV, eps=1e-5), t),
+    }
+    first = {name: lz.plan_block(block, tensors).report for name, (block, tensors) in asked.items()}
+    assert len({id(report) for report in first.values()}) == len(asked)
+    again = {name: lz.plan_block(block, tensors).report for name, (block, tensors) in asked.items()}
+    assert all(again[name] is first[name] for name in asked)
+
+
+@pytest.mark.req("R-PLAN-02")
+def test_a_plan_is_made_anew_when_a_backend_comes_changes_or_goes(lab: Any) -> None:
+    """Under the same policy: what is registered has changed, and a plan of before would not know."""
+    lab.use()
+    t = layer()
+    known = state.world.registry
+    before = lz.plan_block(BLOCK, t)
+    assert lz.plan_block(BLOCK, t).report is before.report
+    kernel = lab.kernel("vendor.attention.new", priority=99.0)
+    state.publish(registry=known.add((kernel,)))
+    come = lz.plan_block(BLOCK, t)
+    assert "vendor.attention.new" in come.kernels and "vendor.attention.new" not in before.kernels
+    state.publish(registry=known.add((replace(kernel, version="2"),)))
+    changed = lz.plan_block(BLOCK, t)
+    assert changed.report is not come.report and "vendor.attention.new" in changed.kernels
+    state.publish(registry=known)
+    gone = lz.plan_block(BLOCK, t)
+    assert "vendor.attention.new" not in gone.kernels
+    torch.testing.assert_close(gone(*inputs(t)).double(), truth(t), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.req("R-POL-10")
 def test_plan_mode_of_the_policy_says_whether_the_ways_through_a_block_are_measured(
     monkeypatch: pytest.MonkeyPatch,

@@ -105,6 +105,41 @@ def test_equal_inputs_give_equal_bytes_in_whatever_order_they_come(tmp_path):
     assert all("measured_at" not in str(plan) for plan in data["plans"])
 
 
+@pytest.mark.req("R-SOLV-01")
+def test_a_table_branches_by_the_buckets_of_length_and_of_batch_each_for_itself(tmp_path):
+    """Times of four corners, swapped so that neither the length nor the batch alone tells who is the fastest."""
+    fast, slow = "sdpa.attention.flash_cpu", "sdpa.attention.math"
+    wanted = {(1, 8): slow, (1, 100): fast, (4, 8): fast, (4, 100): slow}
+
+    def tensors(batch, length):
+        gen = torch.Generator().manual_seed(length)
+        return [torch.randn(batch, 2, n, 16, generator=gen) for n in (1, length, length)]
+
+    db = PerfDB(tmp_path / "perf.db")
+    with lz.record() as found, torch.no_grad():
+        for (batch, length), winner in wanted.items():
+            ctx = lz.select("attention", *tensors(batch, length)).context
+            rows = {row.kernel_id: row for row in trial(ctx, seconds=0.02, jit="off").rows}
+            for name in (fast, slow):
+                db.put([replace(rows[name], median_us=10.0 if name == winner else 90.0, variance=0.0)])
+            lz.attention(*tensors(batch, length))
+    path = tmp_path / "table.json"
+    table = lz.solve(found, path, database=db.path, device="cpu")
+    assert len(table.entries) == 4 and {"batch", "seq_len_k"} <= set(table.buckets["attention"])
+    lz.use_table(path)  # no measurements are configured here: only the table can tell the corners apart
+    taken = lambda batch, length: lz.which("attention", *tensors(batch, length))  # noqa: E731
+    with torch.no_grad():
+        assert {corner: taken(*corner) for corner in wanted} == wanted
+        # A bucket has room: sizes that never occurred go where the others of their bucket go.
+        inside = {(1, 7): slow, (1, 70): fast, (1, 128): fast, (3, 8): fast, (3, 120): slow, (4, 65): slow}
+        assert {corner: taken(*corner) for corner in inside} == inside
+        for batch, length in ((1, 129), (5, 8)):
+            notes = lz.explain("attention", *tensors(batch, length)).decision.notes
+            assert [note.code for note in notes] == [ReasonCode.PLAN_BUCKET_MISS]
+        for corner, winner in wanted.items():
+            assert torch.equal(lz.attention(*tensors(*corner)), lz.attention(*tensors(*corner), backend=winner))
+
+
 @pytest.mark.req("R-SOLV-05")
 def test_a_call_the_table_does_not_cover_is_selected_and_says_so(tmp_path):
     solved(tmp_path / "table.json")

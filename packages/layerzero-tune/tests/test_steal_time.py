@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from click.testing import CliRunner
 
 import layerzero as lz
 from layerzero.measurements.believed import NOISE, REFUSED
+from layerzero.model.enums import Platform
 from layerzero.perfdb.store import PerfDB
 from layerzero.recording.traffic import Recorded
 from layerzero.tables.file import load_table
@@ -21,6 +24,7 @@ from layerzero_tune import trial as trial_module
 from layerzero_tune.cli.tune import _shared
 from layerzero_tune.report.data import figures
 from layerzero_tune.report.perfdb import cases_of
+from layerzero_tune.rows import surroundings
 from layerzero_tune.timing import host_load as stolen
 from layerzero_tune.timing.baselines import loses
 from layerzero_tune.timing.host_load import BUSY, LIMIT, Load, Ticks, load, others, ticks, with_little_steal
@@ -107,6 +111,50 @@ def test_a_trial_says_how_much_was_stolen_and_marks_its_rows(monkeypatch):
     line = said("the host", [Outcome("norm", Recorded(ctx), found)])
     assert line.startswith("1 of 1 calls were timed while the host gave up to 25% of the time to others: norm;")
     assert said("the host", [Outcome("norm", Recorded(ctx), told(LIMIT))]) == ""
+
+
+@pytest.mark.req("R-PDB-04")
+@pytest.mark.skipif(not os.path.exists("/proc/meminfo"), reason="Linux says how much memory there is")
+def test_what_is_tuned_is_stored_with_the_memory_that_was_in_use(tmp_path):
+    """Without a thermometer for a CPU the rest is unknown, not zero."""
+
+    def used():
+        told = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+        return 1.0 - int(told["MemAvailable:"]) / int(told["MemTotal:"])
+
+    ctx = lz.select("rms_norm", torch.randn(4, 64), torch.ones(64)).context
+    before = used()
+    lz.tune([ctx], database=tmp_path / "p.db", seconds=0.02, compile=False)
+    low, high = sorted((before, used()))
+    rows = PerfDB(tmp_path / "p.db").all()
+    assert rows
+    for row in rows:
+        around = row.surroundings
+        assert (around.temperature_c, around.power_w) == (None, None)
+        assert around.memory_used is not None and max(0.0, low - 0.25) <= around.memory_used <= min(1.0, high + 0.25)
+        assert around.bucket.split("/")[:2] == ["unknown", "full" if around.memory_used >= 0.9 else "free"]
+
+
+@pytest.mark.req("R-PDB-04")
+def test_a_gpu_is_asked_for_degrees_watts_and_its_memory(monkeypatch):
+    """What torch's management library answers, played: degrees as they are, milliwatts as watts, bytes as a share."""
+    ctx = lz.select("rms_norm", torch.randn(4, 64), torch.ones(64)).context
+    there = replace(ctx, device=replace(ctx.device, device_type="cuda", platform=Platform.CUDA))
+    monkeypatch.setattr(torch.cuda, "temperature", lambda: 83)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda: 412_500)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 120 << 30))
+    monkeypatch.setattr(torch.cuda, "list_gpu_processes", lambda: "GPU:0\nprocess  7 uses 1 MB\nprocess  8 uses 1 MB")
+    found = surroundings(there)
+    assert found == (83.0, 412.5, 0.75, True) and found.bucket == "hot/free/shared"
+    monkeypatch.setattr(torch.cuda, "list_gpu_processes", lambda: "GPU:0\nprocess  7 uses 1 MB")
+    assert surroundings(there).shared is False and surroundings(there, busy=0.9).shared is True
+
+    def absent():
+        raise ModuleNotFoundError("pynvml does not seem to be installed")
+
+    for name in ("temperature", "power_draw", "list_gpu_processes"):
+        monkeypatch.setattr(torch.cuda, name, absent)
+    assert surroundings(there) == (None, None, 0.75, None)
 
 
 # -- other programs ------------------------------------------------------------------------------------

@@ -46,6 +46,70 @@ def test_a_model_on_our_ops_gives_transformers_logits_and_top_1(name: str) -> No
         assert {kernel.split(".")[1] for kernel in check.served} >= {"attention", "linear"}
 
 
+def with_a_head(lab: Any, model: Any, change: Any) -> Check:
+    """Level 4 of a model whose logits come from a kernel that changes them a little; its other products are right."""
+    plain, words = lab.reference("linear"), model.module.config.vocab_size
+
+    def product(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+        out: torch.Tensor = plain(x, weight, *rest)
+        if weight.shape[0] == words:
+            out = change(out)
+        return out
+
+    lab.use(lab.kernel("planted.linear.head", product, priority=99.0))
+    check = next(iter(check_model("llama", model, SELECTED, CPU)))
+    assert check.name == "full forward" and "planted.linear.head" in check.served
+    return check
+
+
+@pytest.mark.req("R-PAR-07")
+@pytest.mark.parametrize(("part", "status"), [(0.8, Status.OK), (1.2, Status.FAIL)])
+def test_one_logit_beyond_the_threshold_fails_a_model_and_one_within_does_not(
+    lab: Any, part: float, status: Status
+) -> None:
+    model, place = models.made("llama"), (1, 3, 5)
+    step = part * 1e-3 * (1.0 + model.logits(model.inputs)[place].abs().item())
+
+    def change(logits: torch.Tensor) -> torch.Tensor:
+        logits[place] += step
+        return logits
+
+    check = with_a_head(lab, model, change)
+    assert check.status is status, check
+    assert check.max_abs == pytest.approx(step, rel=0.02) and dict(check.figures)["top1_agreement"] == 1.0
+
+
+@pytest.mark.req("R-PAR-07")
+def test_the_mean_difference_is_over_all_logits(lab: Any) -> None:
+    model = models.made("llama")
+    words = model.module.config.vocab_size
+
+    def change(logits: torch.Tensor) -> torch.Tensor:
+        logits[..., : words // 4] += 8e-4
+        return logits
+
+    check = with_a_head(lab, model, change)
+    assert check.status is Status.OK and check.max_abs == pytest.approx(8e-4, rel=0.02)
+    assert check.mean_abs == pytest.approx(8e-4 * (words // 4) / words, rel=0.02)
+
+
+@pytest.mark.req("R-PAR-07")
+def test_top_1_is_compared_at_every_position(lab: Any) -> None:
+    model, places = models.made("llama"), [(0, 2), (1, 4)]
+    count = model.inputs["input_ids"].numel()
+
+    def change(logits: torch.Tensor) -> torch.Tensor:
+        for place in places:
+            first, second = logits[place].topk(2).indices.tolist()
+            logits[place][[first, second]] = logits[place][[second, first]]
+        return logits
+
+    check = with_a_head(lab, model, change)
+    assert check.status is Status.FAIL
+    assert dict(check.figures)["top1_agreement"] == pytest.approx((count - 2) / count)
+    assert f"top-1 differs at 2 of {count} positions, first at [0, 2]" in check.detail
+
+
 @pytest.mark.req("R-PAR-07")
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_single_tokens_over_a_cache_give_the_logits_of_the_full_forward(name: str) -> None:

@@ -92,6 +92,17 @@ def test_cuda_device_is_described_from_its_properties(major: int, minor: int, no
     assert spec.max_grid == (2**31 - 1, 65535, 65535) and spec.max_threads_per_block == 1024
 
 
+@pytest.mark.req("R-GEN-01")
+@pytest.mark.parametrize(
+    ("capability", "blackwell"),
+    [((9, 0), False), ((9, 9), False), ((10, 0), True), ((10, 3), True), ((12, 1), True), ((13, 0), True),
+     ((25, 4), True)],
+)  # fmt: skip
+def test_a_device_of_sm100_or_newer_is_detected_as_blackwell(capability: tuple[int, int], blackwell: bool) -> None:
+    spec = probe_device("cuda:0", torch=fake_torch(cuda=Accelerator(nvidia(*capability))))
+    assert (spec.gpu_generation is GPUGeneration.BLACKWELL) is blackwell
+
+
 @pytest.mark.req("R-DEV-02")
 def test_a_gpu_nobody_knows_is_described_without_an_exception() -> None:
     spec = probe_device(torch=fake_torch(cuda=Accelerator(nvidia(8, 8))))

@@ -490,7 +490,7 @@ def test_a_kernel_whose_module_cannot_be_imported_is_set_aside_with_the_reason(l
     assert {k.kernel_id for k in lz.list_kernels("rms_norm", available=False)} == {"lost.rms_norm.a", "lost.rms_norm.b"}
 
 
-@pytest.mark.req("R-FAIL-01")
+@pytest.mark.req("R-FAIL-01", "R-HLTH-03")
 @pytest.mark.parametrize(
     "source", ["raise ImportError('libvendor.so.12: not found')", "raise SystemExit('no licence')"]
 )

@@ -327,14 +327,14 @@ def test_errors_that_poison_a_context_are_recognised(error: Exception) -> None:
     assert sticky(wrapped) is not None
 
 
-@pytest.mark.req("R-FAIL-11")
+@pytest.mark.req("R-FAIL-11", "R-HLTH-03")
 @pytest.mark.parametrize("error", LOST_TEXTS, ids=lambda e: str(e)[:40])
 def test_a_device_that_is_gone_is_recognised(error: Exception) -> None:
     why = sticky(error, "cuda:0")
     assert why is not None and why.code == "DEVICE_LOST" and why.value == "cuda:0"
 
 
-@pytest.mark.req("R-FAIL-11")
+@pytest.mark.req("R-FAIL-11", "R-HLTH-03")
 @pytest.mark.parametrize("error", [GONE[0], LOST_TEXTS[0]], ids=["poisoned", "lost"])
 def test_a_device_that_was_lost_is_not_used_again_and_the_first_to_fail_there_is_put_away(
     lab: Any, kept: Quarantine, error: Exception

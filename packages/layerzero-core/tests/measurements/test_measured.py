@@ -60,6 +60,32 @@ def test_the_measured_kernel_wins_over_the_expected_one(db):
     assert lz.which("attention", *call(1000)) == FLASH
 
 
+@pytest.mark.req("R-PDB-02")
+def test_times_are_found_by_the_call_they_were_taken_for_and_newer_ones_replace_them(db):
+    """Whatever a time depends on keeps it from another call; calls of one bucket of lengths share it."""
+    db.put([timed(MATH, 20.0), timed(FLASH, 50.0)])
+
+    def told(*tensors, **options):
+        state.publish(measurements=measurements_from(db, current_world()))
+        return lz.select("attention", *(tensors or call()), **options).candidate(MATH).measured_us
+
+    q, k, v = call()
+    assert told() == told(*call(7)) == pytest.approx(20.0, rel=0.01)
+    others = {
+        "length": call(9),
+        "dtype": [t.double() for t in (q, k, v)],
+        "heads": [t.repeat(1, 2, 1, 1) for t in (q, k, v)],
+        "shared heads": [q.repeat(1, 2, 1, 1), k, v],
+        "head_dim": [t.repeat(1, 1, 1, 2) for t in (q, k, v)],
+        "strides": [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)],
+        "gradients": [q.clone().requires_grad_(), k, v],
+    }
+    assert {name: told(*tensors) for name, tensors in others.items()} == dict.fromkeys(others)
+    assert told(is_causal=True) is None
+    db.put([timed(MATH, 80.0, measured_at=2.0)])
+    assert told() == pytest.approx(80.0, rel=0.01) and chosen(db).chosen == FLASH
+
+
 @pytest.mark.req("R-TUNE-03")
 def test_what_the_device_decided_is_still_decided_when_selection_has_weighed_it(db):
     """Two launches as long as each other; one kernel is done later, and was the steadier one that day."""

@@ -58,6 +58,20 @@ def test_the_table(op, dtype, rtol, atol):
     assert bounds(tolerance(op, dtype)) == (rtol, atol)
 
 
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "add_rms_norm", "gemma_rms_norm", "gemma_add_rms_norm"])
+@pytest.mark.req("R-TOL-02")
+def test_every_norm_is_held_to_the_row_of_the_norms(op):
+    """The generic bounds of the halves are the same: float32 tells an op of no row, int8 one that need not be exact."""
+    found = {dtype: tolerance(op, dtype) for dtype in ("fp16", "bf16", "fp32", "int8")}
+    assert {dtype: bounds(tol) for dtype, tol in found.items()} == {
+        "fp16": (1e-3, 1e-3), "bf16": (1e-2, 1e-2), "fp32": (1e-6, 1e-6), "int8": (0, 0),
+    }  # fmt: skip
+    assert all(tol.hit_ratio == 1.0 for tol in found.values()) and found["int8"].exact
+    ones, off = torch.ones(4), torch.ones(4)
+    off[2] += 4e-6
+    assert compare(ones + 1e-6, ones, found["fp32"]).ok and not compare(off, ones, found["fp32"]).ok
+
+
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2", "mxfp4", "nvfp4", "nf4", torch.float8_e5m2])
 @pytest.mark.req("R-DEF-09", "R-TOL-07")
 def test_low_bit_floats_need_85_percent_hits(dtype):

@@ -60,6 +60,37 @@ def run(kernel, *args, **options):
     return lz.attention(*args, backend=kernel, **options)
 
 
+# -- one call for all of them --------------------------------------------------------------------------
+@pytest.mark.req("R-API-01")
+@pytest.mark.parametrize("backend", [None, "reference", "sdpa.attention.math"])
+def test_it_is_called_as_torchs_own_is_in_the_same_places_with_the_same_defaults(oracle, backend):
+    q, k, v = qkv(6, 9)
+    keep = torch.rand(6, 9, generator=torch.Generator().manual_seed(1)) > 0.3
+    tol = tolerance("attention", q.dtype)
+    calls = [
+        ((), {}, {}),
+        ((keep,), {}, {"mask": keep}),
+        ((None, 0.0, True), {}, {"causal": True}),
+        ((None, 0.0, False), {"scale": 0.7}, {"scale": 0.7}),
+        ((), {"attn_mask": keep, "dropout_p": 0.0, "is_causal": False, "scale": 0.7}, {"mask": keep, "scale": 0.7}),
+    ]
+    for _ in range(2):  # cold, then hot
+        for rest, named, told in calls:
+            want, _ = oracle.attention(q, k, v, **told)
+            torchs = torch.nn.functional.scaled_dot_product_attention(q, k, v, *rest, **named)
+            out = lz.attention(q, k, v, *rest, **named, backend=backend)
+            assert_close(out, want, tol)
+            assert_close(torchs, want, tol)
+    found = lz.which("attention", q, k, v, backend=backend)
+    assert found.startswith(backend or "") and lz.explain("attention", q, k, v, backend=backend).ran == found
+    grouped = qkv(6, 6, heads=4, kv_heads=2)
+    want, _ = oracle.attention(*grouped, causal=True)
+    assert_close(lz.attention(*grouped, is_causal=True, enable_gqa=True, backend=backend), want, tol)
+    swapped = [t.transpose(1, 2) for t in grouped]
+    out = lz.attention(*swapped, is_causal=True, layout="BSHD", backend=backend)
+    assert_close(out.transpose(1, 2), want, tol)
+
+
 # -- scale ---------------------------------------------------------------------------------------------
 @pytest.mark.req("R-OP-02")
 @everywhere

@@ -124,7 +124,7 @@ def dense_calls(draw):
     return (q, k, v), given, table, layout
 
 
-@pytest.mark.req("R-PROP-01", "R-OP-02", "R-OP-04", "R-OP-05", "R-OP-09")
+@pytest.mark.req("R-PROP-01", "R-OP-02", "R-OP-04", "R-OP-05", "R-OP-09", "R-API-01")
 @many
 @given(call=dense_calls(), backend=st.sampled_from((None, None, "reference", "sdpa")))
 def test_any_call_of_attention_is_the_formula(oracle, call, backend):

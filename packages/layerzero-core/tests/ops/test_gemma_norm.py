@@ -73,6 +73,31 @@ def test_rms_norm_is_the_formula_with_the_eps_and_the_weight_that_are_given(back
     assert backend in (None, lz.which("rms_norm", x, w, backend=backend).partition(".")[0])
 
 
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("parts", ["both", "weight", "bias", "none"])
+@pytest.mark.req("R-API-04", "R-OP-14", "R-TOL-02")
+def test_layer_norm_is_the_formula_with_what_is_given_over_the_last_axis(backend, dtype, parts):
+    x = draw(3, 5, 40, dtype=dtype) * 0.5 + draw(3, 5, 1, dtype=dtype, seed=3)  # a mean of its own in every row
+    w = draw(40, dtype=dtype, seed=1) if parts in ("both", "weight") else None
+    b = draw(40, dtype=dtype, seed=2) if parts in ("both", "bias") else None
+
+    def wanted(eps):
+        middle = x.double() - x.double().mean(-1, keepdim=True)
+        out = middle / (middle.square().mean(-1, keepdim=True) + eps).sqrt()
+        out = out if w is None else out * w.double()
+        return out if b is None else out + b.double()
+
+    for eps, other in ((1e-5, 0.25), (0.25, 1e-5)):
+        out = lz.layer_norm(x, w, b, eps, backend=backend)
+        assert out.dtype == dtype and out.shape == x.shape
+        assert_close(out, wanted(eps), tolerance("layer_norm", dtype))
+        assert not compare(out, wanted(other), Tolerance(2e-2, 2e-2)).ok
+    named = lz.layer_norm(x, bias=b, weight=w, backend=backend)
+    assert torch.equal(named, lz.layer_norm(x, w, b, 1e-5, backend=backend))
+    assert backend in (None, lz.which("layer_norm", x, w, b, backend=backend).partition(".")[0])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_stream_narrower_than_the_activation_is_not_rounded_twice(backend):
     x, r, w = draw(64, 32, dtype=torch.float32), draw(64, 32, dtype=torch.bfloat16, seed=1), torch.zeros(32)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import layerzero as lz
 from layerzero.backends.torch_native.rotary import _few_launches
 from layerzero.errors import InvalidInputError
-from layerzero.numerics import assert_close, tolerance
+from layerzero.numerics import assert_close, compare, tolerance
 from layerzero.runtime.state import state
 from layerzero.selection.engine import select
 from layerzero_cli.calls import context
@@ -66,6 +66,22 @@ def test_every_kernel_turns_as_complex_numbers_do(kernel, interleaved, dtype, la
             got = [x if layout == "BHSD" else x.transpose(1, 2) for x in got]
             assert all(x.dtype == dtype for x in got)
             assert_close(got, want, tolerance("rope", dtype))
+
+
+@pytest.mark.req("R-API-05")
+def test_what_is_not_said_is_the_layout_of_attention_halves_and_new_tensors():
+    """q and k of several heads [B, H, S, D], whose numbers of heads and rows differ, so that no axis is another."""
+    q, k = draw(2, 4, 9, 16, dtype=torch.float32), draw(2, 2, 9, 16, dtype=torch.float32, seed=1)
+    cos, sin = tables(9, 16, torch.float32)
+    kept = q.clone(), k.clone()
+    want = [turn(x, cos, sin, False) for x in (q, k)]
+    for _ in range(2):  # and the second time, when the call is hot
+        turned = lz.rope(q, k, cos, sin)
+        assert_close(list(turned), want, tolerance("rope", "float32"))
+        assert torch.equal(q, kept[0]) and torch.equal(k, kept[1])
+        alone, none = lz.rope(q, None, cos, sin)
+        assert none is None and torch.equal(alone, turned[0])
+    assert not compare(turn(q, cos, sin, True), want[0], tolerance("rope", "float16")).ok
 
 
 @pytest.mark.parametrize(("kernel", "interleaved"), KERNELS)

@@ -80,6 +80,40 @@ def test_surroundings_are_kept_and_bucketed(db):
     assert Surroundings().bucket == "unknown/unknown/alone"
 
 
+@pytest.mark.req("R-PDB-04")
+@pytest.mark.parametrize(
+    "around",
+    [
+        Surroundings(61.5, 412.25, 0.25, False), Surroundings(None, 99.0, None, None),
+        Surroundings(80.0, None, 0.9, True), Surroundings(),
+    ],
+)  # fmt: skip
+def test_every_reading_of_the_machine_comes_back_as_it_was_stored(db, around):
+    db.put([sample(surroundings=around)])
+    assert [item.surroundings for item in db.find("attention", "b")] == [around]
+    with contextlib.closing(PerfDB(db.path)) as again:
+        assert [item.surroundings for item in again.all()] == [around]
+    with contextlib.closing(sqlite3.connect(db.path)) as raw:
+        row = raw.execute("SELECT temperature_c, power_w, memory_used, shared FROM measurements").fetchone()
+    assert row == tuple(around)
+
+
+@pytest.mark.req("R-PDB-04")
+@pytest.mark.parametrize(
+    ("around", "bucket"),
+    [
+        (Surroundings(79.9, 100.0, 0.89, False), "cool/free/alone"),
+        (Surroundings(80.0, 100.0, 0.89, False), "hot/free/alone"),
+        (Surroundings(79.9, 100.0, 0.90, False), "cool/full/alone"),
+        (Surroundings(20.0, 100.0, 0.0, True), "cool/free/shared"),
+        (Surroundings(None, 100.0, 0.5, False), "unknown/free/alone"),
+        (Surroundings(20.0, 100.0, None, False), "cool/unknown/alone"),
+    ],
+)
+def test_a_bucket_says_how_hot_how_full_and_whether_alone_and_each_for_itself(around, bucket):
+    assert around.bucket == bucket
+
+
 @pytest.mark.req("R-PDB-05", "R-CACHE-10")
 @pytest.mark.parametrize("field", ["device", "driver", "runtime", "torch", "kernel_version", "backend_version"])
 def test_another_version_of_anything_is_another_measurement(db, field):

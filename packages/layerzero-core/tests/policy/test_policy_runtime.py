@@ -218,6 +218,30 @@ def test_configure_adds_to_what_was_configured_and_get_config_shows_it(five: Any
     assert seen.to_json()["prefer"] == [B]
 
 
+@pytest.mark.req("R-API-11")
+def test_get_config_is_the_policy_of_file_environment_code_and_scope_together(
+    five: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "layerzero.yaml"
+    write(file, f"locks: {{{OP}: {B}}}\ncache: {{max_entries: 77}}\ndeterministic: false\n")
+    monkeypatch.setenv("LAYERZERO_STRICT", "1")
+    lz.reset()
+    lz.load_config(file)
+    state.use(five.registry)
+    lz.configure(avoid=[C])
+    outside = lz.get_config()
+    assert (outside.locks, outside.cache.max_entries) == (((OP, B),), 77)  # of the file
+    assert outside.strict_mode is True and outside.avoid == (C,)  # of the environment, of the code
+    with lz.scoped(locks={OP: D}, strict_mode=False):
+        inside = lz.get_config()
+        assert (inside.locks[0], inside.strict_mode) == ((OP, D), False)  # the strongest comes first
+        assert (inside.avoid, inside.cache.max_entries) == ((C,), 77)
+        assert inside.policy_hash != outside.policy_hash
+        assert winner(five) == D  # what it says is what holds
+    assert lz.get_config() == outside
+    assert winner(five) == B
+
+
 def test_a_refused_setting_changes_nothing_then_or_later(five: Any) -> None:
     lz.configure(prefer=[B])
     for wrong in ({"prefer": [3]}, {"strict_mode": "yes"}, {"colour": "blue"}, {"prefer": [C], "cache": {"size": 1}}):
@@ -357,12 +381,28 @@ def test_locks_of_absent_kernels_are_refused_when_used_not_when_read(five: Any) 
     assert "not registered" in str(caught.value)
 
 
+@pytest.mark.req("R-CACHE-04")
 def test_cache_settings_reach_the_selection_cache(five: Any) -> None:
     lz.configure(cache={"max_entries": 7})
     for rows in range(1, 40):
         lz.explain(OP, torch.randn(rows, rows + 1), torch.ones(rows + 1))
     assert state.cache.max_entries == 7
     assert len(state.cache) <= 7
+
+
+@pytest.mark.req("R-CACHE-04")
+def test_the_time_to_live_of_the_policy_lets_selections_expire(five: Any) -> None:
+    def misses() -> int:
+        before = state.cache.stats().misses
+        for _ in range(3):
+            lz.select(OP, X, W)
+        return state.cache.stats().misses - before
+
+    assert misses() == 1
+    lz.configure(cache={"ttl_s": 1e-9})  # over before the next call can ask
+    assert misses() == 3
+    lz.configure(cache={"ttl_s": 3600.0})
+    assert misses() <= 1
 
 
 def test_rules_from_code_are_written_as_in_the_file():

@@ -230,6 +230,37 @@ def test_no_fallback_where_the_preferred_backend_serves() -> None:
                 assert not decision.is_fallback
 
 
+# what a kernel asks for, the change of the call that it does not fit, and the one reason
+FILTERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "platform": ({}, {"device": "mi300x"}, "PLATFORM_MISMATCH"),
+    "hardware": ({"min_sm": 90}, {"device": "a100"}, "SM_TOO_OLD"),
+    "dtype": ({"dtypes": frozenset({"float16"})}, {"dtype": "bfloat16"}, "DTYPE_UNSUPPORTED"),
+    "shape": ({"limits": (("head_dim", Limit(max=128)),)}, {"head_dim": 256}, "HEAD_DIM_TOO_LARGE"),
+    "gqa": ({"features": FULL - {"gqa"}}, {"num_kv_heads": 2, "needs": frozenset({"gqa"})}, "GQA_UNSUPPORTED"),
+    "capture": ({}, {"capturing": True}, "CUDA_GRAPH_UNSAFE"),
+    "determinism": ({}, {"deterministic": True}, "NOT_DETERMINISTIC"),
+    "generation": (
+        {"supported_generations": frozenset({GPUGeneration.HOPPER})},
+        {"device": "b200"},
+        "GENERATION_UNSUPPORTED",
+    ),
+}
+
+
+@pytest.mark.req("R-SEL-02")
+@pytest.mark.parametrize("name", FILTERS)
+def test_each_filter_alone_keeps_a_kernel_out_and_nothing_else_does(name: str) -> None:
+    asks, change, why = FILTERS[name]
+    picky, easy = spec("picky.attention.k", priority=99, **asks), spec("easy.attention.k", priority=50)
+    fitting = {"capture": {"graph_safe": True}, "determinism": {"deterministic": True}}.get(name, {})
+    here = world(REFERENCE, easy, picky)
+    assert select(call(), here).chosen == "picky.attention.k"
+    assert codes(call(**change), "picky.attention.k", here) == [why]
+    assert select(call(**change), here).chosen != "picky.attention.k"
+    taker = spec("taker.attention.k", priority=98, platforms=frozenset(Platform), **fitting)
+    assert select(call(**change), world(REFERENCE, picky, taker)).chosen == "taker.attention.k"
+
+
 # -- modes ----------------------------------------------------------------------------------------
 @pytest.mark.req("R-SEL-02")
 def test_determinism_and_capture_filter() -> None:

@@ -10,6 +10,8 @@ import torch
 
 import layerzero as lz
 from layerzero.model.enums import Layout
+from layerzero.runtime.state import state
+from layerzero.selection.world import Measurements
 
 EVERY = frozenset({"layout", "contiguous", "dtype", "gqa", "mask"})
 
@@ -64,6 +66,24 @@ def test_each_transform_has_a_price_that_enters_the_score(lab: Any, name: str) -
         assert report.to_dict()["transform_cost_total"] == pytest.approx(item.transform_cost_us, abs=1e-3)
         assert any(why.code == "ADAPTED" for why in item.reasons)
         assert step in str(report)
+
+
+@pytest.mark.req("R-SEL-03")
+def test_a_score_is_priority_and_bonus_and_measured_speed_less_the_price_of_transforms(lab: Any) -> None:
+    narrow(lab, contiguous=True, priority=60)
+    lz.configure(boosts={"narrow.*": 7.0})
+    strided = [torch.randn(1, 4, 32, 32)[..., ::2] for _ in range(3)]
+    alone = winner([t.contiguous() for t in strided])
+    assert alone.score == 67.0
+    copied = winner(strided)
+    price = 0.5 * copied.transform_cost_us
+    assert 0.0 < price < 30.0
+    assert copied.score == pytest.approx(60 + 7 - price)
+    times = {"narrow.attention.k": 150.0, "easy.attention.k": 100.0}
+    state.publish(measurements=Measurements(lambda kernel_id, ctx: times.get(kernel_id), "made up"))
+    # Half as long again costs five points; the measurement holds the copies, which are not paid for twice.
+    assert winner(strided).score == pytest.approx(60 + 7 - 5)
+    assert lz.explain("attention", *strided).decision.candidate("easy.attention.k").score == 60.0
 
 
 def test_more_data_costs_more_and_a_view_costs_the_same(lab: Any) -> None:

@@ -153,6 +153,36 @@ def test_another_machine_driver_or_version_invalidates(change):
 
 
 @pytest.mark.req("R-SOLV-03")
+@pytest.mark.parametrize("field", ["driver_version", "name"])
+def test_plans_baked_under_another_driver_or_on_another_machine_are_not_followed(field, tmp_path, monkeypatch):
+    here, path = probe_device("cpu"), tmp_path / "dispatch_table.json"
+    foreign = solved(hardware=hardware_of(replace(here, **{field: "another"})))
+    save_table(solved(), path)  # the same decisions, solved here
+    monkeypatch.setenv("LAYERZERO_DISPATCH_TABLE", str(path))
+    state.reset()
+    assert lz.which("attention", *tensors(8)) == MATH
+    lz.use_table(None)
+    save_table(foreign, path)
+    assert foreign.hardware.signature in path.read_text() and load_table(path).hardware == foreign.hardware
+    assert foreign.hardware.signature != hardware_of(here).signature
+    with pytest.raises(DispatchTableError) as caught:
+        lz.use_table(path)
+    assert caught.value.code is ReasonCode.PLAN_HARDWARE_MISMATCH
+    selected = lz.which("attention", *tensors(8))
+    assert selected != MATH
+    # Named before the process starts, nobody refuses it: it is the calls that leave it aside, hot ones too.
+    state.reset()
+    state.counters.reset()
+    for _ in range(3):
+        lz.attention(*tensors(8))
+        assert lz.which("attention", *tensors(8)) == selected
+    notes = [note.code for note in lz.explain("attention", *tensors(8)).decision.notes]
+    assert ReasonCode.PLAN_HARDWARE_MISMATCH in notes
+    assert state.counters.followed == 0 and state.counters.selections > 0
+    lz.use_table(None)
+
+
+@pytest.mark.req("R-SOLV-03")
 def test_another_kernel_version_invalidates():
     (found,) = objections(solved(kernels={MATH: "99"}), current_world(), probe_device("cpu"))
     assert found.code is ReasonCode.PLAN_KERNEL_CHANGED
