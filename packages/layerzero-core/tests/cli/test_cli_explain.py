@@ -9,19 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
 
 import layerzero as lz
 from layerzero._ops.signature import PUBLIC
-from layerzero_cli.root import cli
+from tools.lz_program import run
 
 pytestmark = pytest.mark.usefixtures("clean")
-
-
-def run(*args: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(cli, list(args))
-    assert result.exit_code == code, result.output + repr(result.exception)
-    return result
 
 
 def data(*args: str, code: int = 0) -> Any:
