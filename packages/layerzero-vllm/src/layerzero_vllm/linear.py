@@ -119,17 +119,19 @@ def measure_all(layers: list[Packed]) -> dict[int, dict[str, float]]:
     held = itertools.accumulate(one.weight.nbytes for one in layers)
     chain = [one for one, size in zip(layers, held, strict=True) if size <= 4 * ENOUGH] or layers[:1]
 
-    def run(inputs: dict[int, Tensor], *, chosen: bool) -> None:
-        for one in chain:
-            mixed = one.layer.cpu_linear is either and (chosen or not _few_rows_alone(one))
-            linear: Any = torch.ops.layerzero_vllm.linear if mixed else one.theirs
-            linear(inputs[one.weight.shape[1]], one.weight, None)
+    op: Any = torch.ops.layerzero_vllm.linear
+    chosen = [op if one.layer.cpu_linear is either else one.theirs for one in chain]
+    without = [one.theirs if _few_rows_alone(one) else way for one, way in zip(chain, chosen, strict=True)]
+
+    def run(linears: list[Linear], inputs: dict[int, Tensor]) -> None:
+        for one, way in zip(chain, linears, strict=True):
+            way(inputs[one.weight.shape[1]], one.weight, None)
 
     times = {}
     for rows in ROWS[: ROWS.index(STREAMED) + 1]:
         drawn = {one.weight.shape[1]: one.weight.dtype for one in chain}
         inputs = {width: torch.randn(rows, width).to(dtype) for width, dtype in drawn.items()}
-        ways = {name: [functools.partial(run, inputs, chosen=name == OURS)] for name in (OURS, THEIRS)}
+        ways = {OURS: [functools.partial(run, chosen, inputs)], THEIRS: [functools.partial(run, without, inputs)]}
         times[rows] = race(ways, seconds=0.3)
     return times
 
