@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import importlib.util
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -192,3 +195,178 @@ def test_a_compiled_training_step_turns_heads_as_the_model_does_by_tables_comput
     for op in ("aten.cat.default", "aten.clone.default", "aten.slice_backward.default"):
         assert backward.count(op) <= stock.count(op), (op, backward.count(op), stock.count(op))
     assert backward.count("aten.slice_backward.default") == 4 * layers + stock.count("aten.slice_backward.default") % 4
+
+
+# -- the compiled step of `generate` -------------------------------------------------------------------
+WEIGHT = "_modules['layers']._modules['0']._modules['input_layernorm']"
+
+
+def generate(model: Any, new: int = 6, **options: Any) -> torch.Tensor:
+    """Tokens of `generate` with a static cache and compiled steps; on a CPU transformers compiles only when told."""
+    from transformers import CompileConfig
+
+    how = CompileConfig(**{"backend": "eager", "mode": "default", "fullgraph": True, **options})
+    how._compile_all_devices = True
+    out: torch.Tensor = model.generate(
+        zoo.tokens(1, FILLED), max_new_tokens=new, min_new_tokens=new, do_sample=False,
+        cache_implementation="static", compile_config=how,
+    )  # fmt: skip
+    return out
+
+
+def uncompiled(model: Any, new: int = 6) -> torch.Tensor:
+    out: torch.Tensor = model.generate(zoo.tokens(1, FILLED), max_new_tokens=new, min_new_tokens=new, do_sample=False)
+    return out
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What Dynamo guards, of each function that it traces from here on."""
+    from torch._dynamo.guards import CheckFunctionManager
+
+    found: list[list[str]] = []
+    real = CheckFunctionManager.__init__
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        found.append(str(self.guard_manager).splitlines())
+
+    monkeypatch.setattr(CheckFunctionManager, "__init__", watched)
+    return found
+
+
+def test_before_a_token_the_model_itself_is_not_checked(traced: list[list[str]]) -> None:
+    want = uncompiled(lz.patch(zoo.made("qwen3", num_hidden_layers=2)))
+    counts = {}
+    for patched in (False, True):
+        for layers in (2, 3):
+            torch._dynamo.reset()
+            traced.clear()
+            model = zoo.made("qwen3", num_hidden_layers=layers)
+            got = generate(lz.patch(model) if patched else model)
+            (guards,) = traced
+            counts[patched, layers] = len(guards)
+            if layers == 2:
+                assert torch.equal(got, want)
+    assert not [line for line in guards if WEIGHT in line]
+    assert [line for line in guards if "past_key_values" in line]  # what it is given is
+    # What is left of a layer is its place in the cache.
+    assert counts[True, 3] - counts[True, 2] < (counts[False, 3] - counts[False, 2]) / 4
+
+
+def other_eps(model: Any) -> None:
+    model.model.layers[0].input_layernorm.variance_epsilon = 0.5
+
+
+def other_weight(model: Any) -> None:
+    old = model.model.layers[1].mlp.down_proj.weight
+    model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(old.detach().flip(0))
+
+
+def other_precision(model: Any) -> None:
+    model.to(torch.bfloat16)
+
+
+def a_hook(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda part, given, out: out * 1.5)
+
+
+def other_part(model: Any) -> None:
+    first, second = model.model.layers
+    first.mlp, second.mlp = second.mlp, first.mlp
+
+
+def other_setting(model: Any) -> None:
+    model.set_attn_implementation("eager")
+
+
+CHANGES = (other_eps, other_weight, other_precision, a_hook, other_part, other_setting)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_was_changed_gets_another_step(change: Any, traced: list[list[str]]) -> None:
+    model = lz.patch(zoo.made("llama", num_hidden_layers=2))
+    assert torch.equal(generate(model), uncompiled(model))
+    assert torch.equal(generate(model), uncompiled(model))
+    assert len(traced) == 1  # the second call took the first one's step
+    change(model)
+    want = uncompiled(model)
+    assert torch.equal(generate(model), want)
+    assert len(traced) == 2
+
+
+def test_weights_written_in_place_need_no_other_step(traced: list[list[str]]) -> None:
+    model = lz.patch(zoo.made("llama", num_hidden_layers=2))
+    before = generate(model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.flip(0))
+    assert torch.equal(generate(model), uncompiled(model)) and not torch.equal(generate(model), before)
+    assert len(traced) == 1
+
+
+def test_a_model_that_changes_back_gets_its_step_of_before(traced: list[list[str]]) -> None:
+    model = lz.patch(zoo.made("llama", num_hidden_layers=2))
+    generate(model)
+    for _ in range(3):
+        handle = model.model.layers[0].register_forward_hook(lambda part, given, out: out * 1.5)
+        assert torch.equal(generate(model), uncompiled(model))
+        handle.remove()
+        assert torch.equal(generate(model), uncompiled(model))
+    assert len(traced) == 4  # each hook is another function
+
+
+def test_one_that_changes_all_the_time_is_guarded_by_torch(traced: list[list[str]]) -> None:
+    model = lz.patch(zoo.made("llama", num_hidden_layers=2))
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for part in range(3):
+            model.marker = 1000.5 + part
+            assert torch.equal(generate(model), uncompiled(model))
+    *ours, last = traced
+    assert len(ours) == 2 and not [line for guards in ours for line in guards if WEIGHT in line]
+    assert [line for line in last if WEIGHT in line]
+
+
+def test_models_of_one_class_and_copies_have_steps_of_their_own() -> None:
+    first = lz.patch(zoo.made("llama", num_hidden_layers=2))
+    second = lz.patch(zoo.made("llama", num_hidden_layers=2))
+    with torch.no_grad():
+        for weight in second.parameters():
+            weight.copy_(weight.flip(0))
+    assert torch.equal(generate(first), uncompiled(first))
+    assert torch.equal(generate(second), uncompiled(second))
+    copied = copy.deepcopy(first)
+    with torch.no_grad():
+        copied.lm_head.weight.copy_(copied.lm_head.weight.flip(0))
+    assert torch.equal(generate(copied), uncompiled(copied))
+    assert not torch.equal(generate(copied), generate(first))
+
+
+def test_a_step_keeps_no_weight_alive_and_goes_with_the_patch() -> None:
+    model = lz.patch(zoo.made("llama", num_hidden_layers=2), joined=False)
+    generate(model)
+    gone = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
+    model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(torch.zeros_like(gone()))
+    torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None
+    lz.unpatch(model)
+    assert not [name for name in vars(model) if "layerzero" in name or name == "get_compiled_call"]
+    assert torch.equal(generate(model), uncompiled(model))
+
+
+def test_what_the_caller_says_of_compiling_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda given, **words: (said.append(words), real(given, **words))[1])
+    model = lz.patch(zoo.made("llama", num_hidden_layers=2))
+    from transformers import CompileConfig
+
+    model.get_compiled_call(CompileConfig(mode="max-autotune-no-cudagraphs", options=None, dynamic=False))
+    theirs, ours = said
+    want = torch._inductor.list_mode_options("max-autotune-no-cudagraphs", False)
+    assert theirs["mode"] == "max-autotune-no-cudagraphs" and want.items() <= ours["options"].items()
+    assert {**theirs, "mode": None, "options": None} == {"mode": None, **ours, "options": None}
+    said.clear()
+    model.get_compiled_call(CompileConfig(backend="eager", mode="reduce-overhead"))
+    assert len(said) == 1  # words for a compiler we do not know: as transformers does

@@ -69,6 +69,33 @@ def test_a_strict_capture_comes_after_a_dummy_and_allocates_nothing() -> None:
     assert {"cublas", "cublaslt", *cudnn} == set(report.initialised)
 
 
+@pytest.mark.req("R-GRAPH-02")
+def test_handles_and_workspaces_exist_on_the_stream_of_a_capture_before_the_first_warm_up() -> None:
+    square, image = rand(64, 64), rand(1, 4, 16, 16)
+    kernel = rand(4, 4, 3, 3)
+    grown: list[int] = []
+
+    def taken() -> int:
+        return int(torch.cuda.memory_stats()["allocated_bytes.all.allocated"])
+
+    def products(x: Any) -> Any:
+        before = taken()
+        out = torch.mm(x, square), torch.nn.functional.linear(x, square, square[0])
+        out = *out, torch.nn.functional.conv2d(image, kernel)
+        grown.append(taken() - before)
+        return out
+
+    torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
+    with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+        products(square), products(square)
+    first, second = grown
+    assert first > second, "a stream's first calls allocate what the libraries keep for it"
+    torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]
+    grown.clear()
+    report = lz.capture_graph(products, square).report
+    assert report.warmups == 3 and grown[:3] == [second] * 3
+
+
 @pytest.mark.req("R-GRAPH-05")
 def test_the_policy_makes_every_capture_strict() -> None:
     lz.configure(graph_strict_mode=True)

@@ -79,6 +79,7 @@ def patch(
     steps = _OWN_STEPS | {kind: entry.load() for kind, entry in brought.items() if kind not in skip}
     left_out = {*skip, *(() if joined else ("projections", "residual"))}
     chosen = [step for kind, step in steps.items() if kind not in left_out]
+    chosen.append(_compiled)
     if graphs:
         chosen.append(partial(_graphs, memory=graph_memory))
     everything = everything or get_config().batch_invariant  # torch's own products promise nothing
@@ -325,6 +326,18 @@ _OWN_STEPS: dict[str, Callable[[Any, _Record], None]] = {
 }  # fmt: skip
 # What can be left out with `skip=`; also what other packages bring, by the names of their steps.
 KINDS = tuple(_OWN_STEPS)
+
+
+# -- compiled steps ------------------------------------------------------------------------------------
+def _compiled(model: Any, record: Record) -> None:
+    from transformers import PreTrainedModel
+
+    from layerzero_models.transformers import compiled
+
+    own: Any = getattr(PreTrainedModel, "get_compiled_call", None)
+    if own is not None and getattr(type(model), "get_compiled_call", None) is own:
+        record.changes.set(model, compiled.STATE, compiled.Steps())
+        record.changes.set(model, "get_compiled_call", types.MethodType(compiled.get_compiled_call, model))
 
 
 # -- captured steps ------------------------------------------------------------------------------------
