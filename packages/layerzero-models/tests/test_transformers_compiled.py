@@ -295,6 +295,18 @@ def test_a_model_that_was_changed_gets_another_step(change: Any, traced: list[li
     assert len(traced) == 2
 
 
+def test_what_generate_notes_on_the_model_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[Any] = []
+    model = lz.patch(zoo.made("llama", num_hidden_layers=2))
+    ask = model.get_compiled_call
+    monkeypatch.setattr(model, "get_compiled_call", lambda config: (steps.append(ask(config)), steps[-1])[1])
+    model._previous_max_cache_length = 1000  # transformers 5.17 keeps it there
+    for new in (3, 9, 4):
+        assert torch.equal(generate(model, new), uncompiled(model, new))
+        model._previous_max_cache_length += new
+    assert len(steps) == 3 and len(set(steps)) == 1
+
+
 def test_weights_written_in_place_need_no_other_step(traced: list[list[str]]) -> None:
     model = lz.patch(zoo.made("llama", num_hidden_layers=2))
     before = generate(model)

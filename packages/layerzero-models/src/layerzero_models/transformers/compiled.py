@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 STATE = "_layerzero_steps"
 # What `generate` and `lz.patch` themselves keep on a model, and no forward pass reads.
-_BESIDE = frozenset(
-    (STATE, "_layerzero_patch", "_cache", "_compiled_call", "_last_compile_config", "generation_config")
-)
+_BESIDE = {STATE, "_layerzero_patch", "_cache", "_compiled_call", "_last_compile_config", "generation_config"}
+_BESIDE.add("_previous_max_cache_length")  # 5.17
 
 
 class Steps:
