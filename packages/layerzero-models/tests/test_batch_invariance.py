@@ -71,6 +71,22 @@ def test_a_sequence_keeps_its_bits_alone_in_a_batch_and_in_pieces(device: str) -
     assert not free, "without the setting nothing is promised: this test would show nothing"
 
 
+@pytest.mark.needs_package("layerzero_cpu")
+def test_a_kernel_for_few_rows_gets_no_call_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a feed-forward block of a few rows is one call, otherwise three: other roundings, other bits."""
+    from layerzero_models.transformers import patching
+
+    monkeypatch.setattr(patching, "few_rows", lambda op, weight: 16)
+    called: list[str] = []
+    with lz.scoped(batch_invariant=True):
+        model, ids = lz.patch(llama("cpu")), prompts("cpu")
+        real = patching.quick.public
+        monkeypatch.setattr(patching.quick, "public", lambda op, *rest: called.append(op) or real(op, *rest))
+        with torch.no_grad():
+            assert torch.equal(in_pieces(model, ids[:1], 1, 30, 7, 37), model(ids[:1]).logits)
+    assert "mlp" not in called
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_generated_logits_are_the_same_alone_and_in_a_batch(device: str) -> None:
     lz.configure(batch_invariant=True)

@@ -256,7 +256,9 @@ def _gated(name: str, module: Any, names: tuple[str, str, str, str], record: _Re
     casts = gate.weight.dtype is not down.weight.dtype
     both = Neighbours((gate, up))
     record.neighbours.append((name, module, both))
-    state = parts.Gated(both, names[2], *found, casts, few_rows("mlp", both.weight))
+    # Under `batch_invariant` a few rows take the way that many take: rounded otherwise, they were other bits.
+    few = 0 if get_config().batch_invariant else few_rows("mlp", both.weight)
+    state = parts.Gated(both, names[2], *found, casts, few)
     _forward(record, name, module, op, parts.gated, state)
 
 
