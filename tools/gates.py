@@ -273,10 +273,11 @@ def _models_generate(data: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
     for key, row in data["figures"].items() if not cpu else ():
         faster, weights = row["times faster"], data["weights"][key.partition(" ")[0]]
         yield f"{key}: patched static ÷ stock static", faster["patched static"], 1.02, True
-        yield f"{key}: graphs ÷ stock static", faster["graphs"], 1.8 if row["batch"] == 1 else 2.0, True
-        yield f"{key}: floor of a step with graphs", weights / 4.8e9 / row["step_ms"]["graphs"], 0.45, True
+        if "graphs" in faster:
+            yield f"{key}: graphs ÷ stock static", faster["graphs"], 1.8 if row["batch"] == 1 else 2.0, True
+            yield f"{key}: floor of a step with graphs", weights / 4.8e9 / row["step_ms"]["graphs"], 0.45, True
         errors = row["error of log-probabilities"]
-        for way in ("patched static", "graphs"):
+        for way in data["ways"][1:3]:
             yield f"{key}: log-probabilities, {way} ÷ stock static", errors[way] / errors["stock static"], 1.0
 
 
