@@ -91,6 +91,14 @@ def test_shipped_measurements_rank_before_anything_was_measured_here(plant):
     assert parts["expected"] < 0 and report.decision.candidate(SLOW).score == pytest.approx(sum(parts.values()))
 
 
+def test_of_many_commits_the_first_is_printed_and_all_are_in_the_data(plant):
+    whole = "cdd0bf72b3fc74d85e52e0559aa31c45d16ac672, 862ec292 (attention, and calls 800 to 2100), 61767903 (seed 1439182440)"
+    plant(document({FAST: 0.4, SLOW: 3.0}, commit=whole))
+    report = explained()
+    assert "Abacus, commit cdd0bf7 and 2 more, torch" in str(report) and "862ec292" not in str(report)
+    assert report.to_dict()["candidates"][0]["expected"]["commit"] == whole
+
+
 def test_a_captured_call_is_ranked_by_what_short_calls_took_in_graphs_and_long_ones_anywhere(plant):
     said, graphs = document({FAST: 0.4, SLOW: 3.0}), document({FAST: 3.0, SLOW: 0.4})
     (entry,) = said["families"].values()

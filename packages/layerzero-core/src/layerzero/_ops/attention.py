@@ -219,7 +219,7 @@ def _cold(hot_key: Any, given: tuple[Any, ...], layout: str, backend: str | None
 
         return nested_attention(varlen_attention, given, layout, backend)
     args = ATTENTION.shorten(_canonical({"sinks": None, **named}))
-    if isinstance(args[3], MASK_VALUES) or len(args) > 11:
+    if isinstance(args[3], MASK_VALUES) or args[11:]:
         return _by_generic_key(args, layout, backend)
     world = current_world()
     # A CausalBias shares its key with all of its shape, a dropout of 1 with all others; that of a tensor comes once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -46,10 +47,16 @@ class Expectation(Plain):
 
     def __str__(self) -> str:
         sizes = " ".join(f"{name}={size}" for name, size in self.nearest)
-        where = f"{self.machine}, commit {self.commit}, torch {self.torch}"
+        where = f"{self.machine}, commit {brief(self.commit)}, torch {self.torch}"
         return (
             f"{self.source}: {self.ratio:.2f} x torch's time; nearest {sizes}, {self.octaves:.1f} octaves away; {where}"
         )
+
+
+def brief(commits: str) -> str:
+    """The first of the commits that measurements were taken at, and how many more there are."""
+    first, *more = re.sub(r" \([^)]*\)", "", commits).split(", ")
+    return f"{first[:7]} and {len(more)} more" if more else first[:7]
 
 
 @dataclass(frozen=True, slots=True)

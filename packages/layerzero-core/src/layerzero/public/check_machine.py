@@ -17,6 +17,7 @@ from layerzero.health.quarantine import Quarantine, QuarantineEntry
 from layerzero.measurements.database import database
 from layerzero.measurements.shipped import standing
 from layerzero.model.config import Policy
+from layerzero.model.decision import brief
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import Platform
 from layerzero.plugin.discovery import CORE_DIST, dist_version
@@ -133,7 +134,7 @@ def shipped(now: Situation, only: str | None = None) -> list[Check]:
                 # Rates of other devices still count, which is as it should be; nothing else of a refused file does.
                 found.append(Check.because(_SHIPPED, name, Status.WARN if own is None else Status.OK, why))
             elif own is not None:
-                words = f"{own.calls} calls on {family}: {own.device}, commit {own.commit}, torch {own.torch}"
+                words = f"{own.calls} calls on {family}: {own.device}, commit {brief(own.commit)}, torch {own.torch}"
                 found.append(Check(_SHIPPED, name, Status.OK, words))
     return found
 

@@ -41,7 +41,7 @@ def register() -> None:
         return
     assume_constant_result(_told)  # type: ignore[no-untyped-call]
     comptime = found
-    vars(traced).update(chosen=chosen, write=write, _chosen=chosen, _write=write)
+    traced.__dict__.update(chosen=chosen, write=write, _chosen=chosen, _write=write)
     for room in _SKIPPED:
         trace_rules.add(f"layerzero.{room}")
     for room in ("dispatch", "_ops"):
