@@ -64,6 +64,14 @@ def test_torch_is_asked_for_once_as_the_matrix_says_and_this_one_is_met() -> Non
     assert all(SpecifierSet(wanted["range"]).contains(version) for version in wanted["met"])
 
 
+def test_doctor_calls_those_versions_tested_that_the_matrix_has_met() -> None:
+    minors = {
+        name: tuple(re.match(r"\d+\.\d+", version)[0] for version in MATRIX[name]["met"])
+        for name in ("python", "torch")
+    }
+    assert minors == check_machine._MET
+
+
 @pytest.mark.req("R-ENV-08", "R-ENV-09")
 def test_the_matrix_has_every_vendor_library_with_the_range_its_package_declares() -> None:
     declared = {

@@ -67,12 +67,19 @@ def test_a_report_says_the_same_as_text_and_as_json() -> None:
         assert check["name"] in str(report)
 
 
-@pytest.mark.parametrize(("version", "right"), [("2.9.1", False), ("2.10.0", True), ("2.13.0+cpu", True), ("x", False)])
+@pytest.mark.parametrize(("version", "right"), [("2.9.1", False), ("2.11.0", True), ("2.13.0+cpu", True), ("x", False)])
 def test_a_version_outside_the_supported_range_fails_with_the_command_that_helps(version: str, right: bool) -> None:
     check = check_machine._in_range("torch", version, ">=2.10", "pip install 'torch>=2.10'")
     assert (check.status == "ok") is right
     if not right:
         assert check.code == "BACKEND_VERSION_MISMATCH" and check.fix == "pip install 'torch>=2.10'"
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.12.0+cpu", "2.14.0a0+git1234567", "3.0"])
+def test_a_supported_version_that_no_test_has_run_on_is_a_warning_that_names_the_tested_ones(version: str) -> None:
+    check = check_machine._in_range("torch", version, ">=2.10", "pip install 'torch>=2.10'")
+    assert check.status == "warn" and check.message == f"{version} (supported: >=2.10; tested: 2.11, 2.13)"
+    assert "lz verify" in check.fix
 
 
 def test_the_supported_ranges_are_those_of_the_package_metadata() -> None:
