@@ -157,10 +157,8 @@ def _text(engine: Engine, number: int) -> str:
 def _swept(own: Engine, other: Engine, texts: list[str]) -> Reason | None:
     """The first code point run on which the ids differ."""
     pairs = zip(texts, own.encode_batch(texts, False, True), other.encode_batch(texts, False, True), strict=True)
-    for text, left, right in pairs:
-        if left != right:
-            return reason("TOKENIZER_DIFFERS", f"ids of {text[:20]!r}...", own.backend)
-    return None
+    differing = next((text for text, left, right in pairs if left != right), None)
+    return None if differing is None else reason("TOKENIZER_DIFFERS", f"ids of {differing[:20]!r}...", own.backend)
 
 
 def compare(own: Engine, other: Engine, texts: Sequence[str], special: Sequence[str]) -> Verdict:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import io
 import itertools
+from collections import Counter
 from typing import Any
 
 CORPUS = [
@@ -54,10 +55,7 @@ def ranks() -> dict[bytes, int]:
     sentences = (" " + " ".join(CORPUS[:5])).encode().replace(b" ", b"\n ")
     words = [[bytes([byte]) for byte in word] for word in sentences.split(b"\n")]
     while len(table) < 500:
-        counts: dict[tuple[bytes, bytes], int] = {}
-        for word in words:
-            for pair in itertools.pairwise(word):
-                counts[pair] = counts.get(pair, 0) + 1
+        counts = Counter(pair for word in words for pair in itertools.pairwise(word))
         best = max(counts, key=lambda pair: (counts[pair], pair))
         table[best[0] + best[1]] = len(table)
         for index, word in enumerate(words):
