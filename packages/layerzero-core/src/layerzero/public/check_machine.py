@@ -28,20 +28,12 @@ from layerzero.reasons import ReasonCode, reason
 from layerzero.runtime.crashes import place, set_aside
 from layerzero.runtime.state import state
 
-# The library's import name, and the distributions that may bring it.
-_LIBRARIES: dict[str, tuple[str, ...]] = {
-    "torch": ("torch",),
-    "triton": ("triton", "pytorch-triton"),
-    "flash_attn": ("flash-attn",),
-    "flash_attn_3": ("flash-attn-3", "flash_attn_3"),
-    "flash_attn_4": ("flash-attn-4",),
-    "flashinfer": ("flashinfer-python",),
-    "xformers": ("xformers",),
-    "liger_kernel": ("liger-kernel",),
-    "transformers": ("transformers",),
-    "pytest": ("pytest",),
-    "hypothesis": ("hypothesis",),
-}
+# The libraries by their import names, and the distributions that bring those that are not called like them.
+_LIBRARIES = (
+    "torch", "triton", "flash_attn", "flash_attn_3", "flash_attn_4", "flashinfer", "xformers", "liger_kernel",
+    "transformers", "pytest", "hypothesis",
+)  # fmt: skip
+_BROUGHT_BY = {"triton": ("triton", "pytorch-triton"), "flashinfer": ("flashinfer-python",)}
 _FLOORS = {"python": ">=3.11", "torch": ">=2.10"}
 # The minor releases that our tests have run on; docs/compatibility.toml says which patches.
 _MET = {"python": ("3.11", "3.12"), "torch": ("2.11", "2.13")}
@@ -50,8 +42,8 @@ _MET = {"python": ("3.11", "3.12"), "torch": ("2.11", "2.13")}
 def libraries() -> dict[str, str | None]:
     """Versions of what kernels and tests stand on, from metadata; an absent one is None and never an error."""
     found: dict[str, str | None] = {"python": host.python_version()}
-    for name, dists in _LIBRARIES.items():
-        found[name] = next((version for version in map(_version, dists) if version), None)
+    for name in _LIBRARIES:
+        found[name] = next(filter(None, map(_version, _BROUGHT_BY.get(name, (name,)))), None)
     found["torch"] = str(torch.__version__)
     found["cuda"] = torch.version.cuda
     found["rocm"] = torch.version.hip
