@@ -27,7 +27,7 @@ _SYSTEM_LIBS: Final = (
 # manylinux_2_28
 LIMITS: Final = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
 _VERSIONED: Final = re.compile(r"(GLIBC|GLIBCXX|CXXABI)_([0-9.]+)\Z")
-_PYTHON: Final = re.compile(rb"_?Py(?!Init_)[A-Z_]")
+_PYTHON: Final = re.compile(r"_?Py(?!Init_)[A-Z_]")
 _STABLE_SINCE: Final = (3, 11)  # the oldest Python LayerZero runs on
 
 _MACHINES: Final = {62: "x86_64", 183: "aarch64"}
@@ -143,12 +143,12 @@ class _Image:
                 raise _Bad(f"dynamic tag {tag:#x} is missing")
         self.strings = self.place(self.entries[_STRTAB], self.entries[_STRSZ])
 
-    def text(self, at: int) -> bytes:
+    def text(self, at: int) -> str:
         size = self.entries[_STRSZ]
         end = self.data.find(b"\0", self.strings + at, self.strings + min(size, at + _MAX_NAME)) if at < size else -1
         if end < 0:
             raise _Bad("a name lies outside the string table")
-        return self.data[self.strings + at : end]
+        return self.data[self.strings + at : end].decode("ascii", "backslashreplace")
 
     def versions(self) -> Iterator[str]:
         """Names of the versions that are needed; like the loader, by the links and not by their count."""
@@ -162,13 +162,13 @@ class _Image:
                 if steps > _MAX_VERSIONS:
                     raise _Bad("its table of versions has no end")
                 _, _, _, name, step = struct.unpack_from("<IHHII", self.data, self.place(item, 16))
-                yield self.text(name).decode("ascii", "backslashreplace")
+                yield self.text(name)
                 if not step:
                     break
                 item += step
             entry = entry + following if following else None
 
-    def resolved(self) -> Iterator[bytes]:
+    def resolved(self) -> Iterator[str]:
         """Names of the symbols that relocations name: what the loader looks up."""
         wanted: set[int] = set()
         for table, size in ((_RELA, _RELASZ), (_JMPREL, _PLTRELSZ)):
@@ -191,9 +191,9 @@ class _Image:
 def _check_dynamic(image: _Image, name: str, allowed: set[str]) -> None:
     for tag in (_RPATH, _RUNPATH):
         if tag in image.entries:
-            raise refuse("HUB_RUNPATH", name, image.text(image.entries[tag]).decode("ascii", "backslashreplace"))
+            raise refuse("HUB_RUNPATH", name, image.text(image.entries[tag]))
     for at in image.needed:
-        library = image.text(at).decode("ascii", "backslashreplace")
+        library = image.text(at)
         if library not in allowed:
             raise refuse("HUB_NEEDED_REFUSED", name, library)
     for tag, word in _NEVER.items():
@@ -218,10 +218,7 @@ def _check_python(image: _Image, name: str) -> None:
     from abi3info import DATAS, FUNCTIONS
     from abi3info.models import Symbol
 
-    for raw in image.resolved():
-        if not _PYTHON.match(raw):
-            continue
-        symbol = raw.decode("ascii", "backslashreplace")
+    for symbol in filter(_PYTHON.match, image.resolved()):
         known = FUNCTIONS.get(Symbol(symbol)) or DATAS.get(Symbol(symbol))
         since = getattr(known, "added", None)
         if known is None or (since is not None and (since.major, since.minor) > _STABLE_SINCE):

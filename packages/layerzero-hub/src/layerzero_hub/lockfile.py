@@ -13,7 +13,6 @@ serial 0 that never expires, and the next `lz hub lock` writes version 2.
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from layerzero.files import write_whole
+from layerzero.json_form import digest
 from layerzero_hub.errors import refuse
 from layerzero_hub.names import (
     SHA256,
@@ -114,7 +114,7 @@ class Lock:
     @property
     def content(self) -> str:
         """`sha256:…` of everything in it: two locks of one serial are the same lock or one of them is forged."""
-        return _digest(self.to_json())
+        return f"sha256:{digest(self.to_json())}"
 
     def check_current(self) -> None:
         if self.expires and datetime.datetime.now(datetime.UTC) >= _time(self.expires, "expires"):
@@ -154,12 +154,7 @@ class Lock:
 
 def digest_of(files: Mapping[str, LockedFile]) -> str:
     """`sha256:…` over the canonical JSON of the files."""
-    return _digest({path: asdict(item) for path, item in files.items()})
-
-
-def _digest(data: Mapping[str, Any]) -> str:
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return "sha256:" + hashlib.sha256(text.encode("ascii")).hexdigest()
+    return f"sha256:{digest({path: asdict(item) for path, item in files.items()})}"
 
 
 def read_bytes(path: Path) -> bytes:
@@ -281,7 +276,9 @@ def parse_variant(name: str, data: Any, where: str) -> LockedVariant:
     for space in entry["ops-namespaces"]:
         if not isinstance(space, str) or not space.isidentifier():
             raise refuse("HUB_LOCK_INVALID", f"{where}.ops-namespaces", "Python names expected")
-    depends = tuple(_dependency(item, f"{where}.kernel-depends") for item in entry["kernel-depends"])
+    kinds, place = {"repo-id": str, "version": int}, f"{where}.kernel-depends"
+    needed = [_fields(item, place, kinds) for item in entry["kernel-depends"]]
+    depends = tuple((check_repo_id(item["repo-id"]), item["version"]) for item in needed)
     if entry["digest"] != digest_of(files):
         raise refuse("HUB_LOCK_STALE", where)
     return LockedVariant(name, entry["digest"], entry["id"], tuple(entry["ops-namespaces"]), depends, files)
@@ -294,8 +291,3 @@ def _file(data: Any, where: str) -> LockedFile:
     if not SHA256.match(entry["sha256"]):
         raise refuse("HUB_LOCK_INVALID", f"{where}.sha256", "64 hex digits expected")
     return LockedFile(entry["sha256"], entry["size"])
-
-
-def _dependency(data: Any, where: str) -> tuple[str, int]:
-    entry = _fields(data, where, {"repo-id": str, "version": int})
-    return check_repo_id(entry["repo-id"]), entry["version"]

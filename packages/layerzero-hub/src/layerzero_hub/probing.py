@@ -300,19 +300,19 @@ def _words(raw: bytes, token: str) -> dict[str, Any] | None:
 
 def _end_all(pids: dict[str, int], child: int, *, reaped: bool) -> None:
     """End the namespace with all in it; where there is none, every process that descends from us."""
-    for pid in pids.values():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    _kill(*pids.values(), *(() if reaped else (child,)))
     if not reaped:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     while left := _children():
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill(*left)
         with contextlib.suppress(ChildProcessError):
             os.wait()
+
+
+def _kill(*pids: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _children() -> list[int]:
