@@ -13,6 +13,7 @@ serial 0 that never expires, and the next `lz hub lock` writes version 2.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 import re
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from layerzero.files import write_whole
-from layerzero.json_form import digest
 from layerzero_hub.errors import refuse
 from layerzero_hub.names import (
     SHA256,
@@ -114,7 +114,7 @@ class Lock:
     @property
     def content(self) -> str:
         """`sha256:…` of everything in it: two locks of one serial are the same lock or one of them is forged."""
-        return f"sha256:{digest(self.to_json())}"
+        return _digest(self.to_json())
 
     def check_current(self) -> None:
         if self.expires and datetime.datetime.now(datetime.UTC) >= _time(self.expires, "expires"):
@@ -154,7 +154,12 @@ class Lock:
 
 def digest_of(files: Mapping[str, LockedFile]) -> str:
     """`sha256:…` over the canonical JSON of the files."""
-    return f"sha256:{digest({path: asdict(item) for path, item in files.items()})}"
+    return _digest({path: asdict(item) for path, item in files.items()})
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return "sha256:" + hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 def read_bytes(path: Path) -> bytes:

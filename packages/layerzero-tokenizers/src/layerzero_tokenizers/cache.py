@@ -8,6 +8,7 @@ one. Hits are checked again by sampling: 1 in 10 of the first 100, 1 in 100 of t
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from collections import OrderedDict
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from layerzero.errors import InvalidInputError
-from layerzero.forking import fresh_lock
 from layerzero.reasons import Reason, reason
 from layerzero_tokenizers.boundaries import last_cut
 
@@ -69,7 +69,7 @@ class PrefixCache:
     """Bounded by bytes; the least recently used entry of the process goes first."""
 
     def __init__(self, max_bytes: int = 32 << 20, min_chars: int = MIN_CHARS) -> None:
-        self._lock = fresh_lock(threading.RLock)
+        self._lock = threading.RLock()
         self._spaces: dict[tuple[str, bool], _Space] = {}
         self._bytes = self._recent_bytes = 0
         self._clock = 0
@@ -225,6 +225,10 @@ class PrefixCache:
         with self._lock:
             self._counts[name] += 1
 
+    def after_fork(self) -> None:
+        """A forked child may have copied a lock that somebody holds."""
+        self._lock = threading.RLock()
+
 
 def _size(text: str) -> int:
     """Bytes of a text, the UTF-8 that the libraries leave attached to it included."""
@@ -244,3 +248,5 @@ def _alike(one: str, other: str) -> int:
 
 
 CACHE = PrefixCache()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=CACHE.after_fork)
