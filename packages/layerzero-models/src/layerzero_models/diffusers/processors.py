@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Sequence
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -59,21 +60,21 @@ def backend() -> Any:
     return member
 
 
-def _heads(x: Tensor, head_dim: int) -> Tensor:
-    """[B, S, H·D] as [B, S, H, D]."""
-    return x.unflatten(-1, (-1, head_dim))  # type: ignore[no-any-return,no-untyped-call]
-
-
 def _projected(attn: Any, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Query of one stream, key and value of another, [B, S, H, D] each."""
-    query, key, value = attn.to_q(x), attn.to_k(source), attn.to_v(source)
-    head_dim = query.shape[-1] // attn.heads
-    query, key = _normed(_heads(query, head_dim), attn.norm_q), _normed(_heads(key, head_dim), attn.norm_k)
-    return query, key, _heads(value, head_dim)
+    projected = attn.to_q(x), attn.to_k(source), attn.to_v(source)
+    return _in_heads(projected, projected[0].shape[-1] // attn.heads, attn.norm_q, attn.norm_k)
 
 
-def _normed(x: Tensor, norm: Any) -> Tensor:
-    return x if norm is None else norm(x)
+def _in_heads(projected: Sequence[Any], head_dim: int, norm_q: Any, norm_k: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value [B, S, H·D] as [B, S, H, D], query and key normed where there is a norm."""
+    query, key, value = [item.unflatten(-1, (-1, head_dim)) for item in projected]
+    return query if norm_q is None else norm_q(query), key if norm_k is None else norm_k(key), value
+
+
+def _one_behind_another(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:
+    """Query, key and value of two streams as those of one sequence."""
+    return [torch.cat(pair, 1) for pair in zip(first, second, strict=True)]
 
 
 class PlainProcessor:
@@ -137,13 +138,11 @@ class JointProcessor:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Image tokens first, then text; the mask is ignored, as it is by the library."""
         query, key, value = _projected(attn, hidden_states, hidden_states)
-        head_dim = query.shape[-1]
         text = encoder_hidden_states
         if text is not None:
-            added_query = _normed(_heads(attn.add_q_proj(text), head_dim), attn.norm_added_q)
-            added_key = _normed(_heads(attn.add_k_proj(text), head_dim), attn.norm_added_k)
-            query, key = torch.cat((query, added_query), 1), torch.cat((key, added_key), 1)
-            value = torch.cat((value, _heads(attn.add_v_proj(text), head_dim)), 1)
+            projected = attn.add_q_proj(text), attn.add_k_proj(text), attn.add_v_proj(text)
+            added = _in_heads(projected, query.shape[-1], attn.norm_added_q, attn.norm_added_k)
+            query, key, value = _one_behind_another((query, key, value), added)
         out = attention(query, key, value, layout="BSHD").flatten(2)
         if text is None:
             return attn.to_out[1](attn.to_out[0](out))  # type: ignore[no-any-return]
@@ -168,21 +167,18 @@ class FluxProcessor:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Text tokens first, then image; a block with a single stream gets both as `hidden_states`."""
         if attn.fused_projections:
-            query, key, value = attn.to_qkv(hidden_states).chunk(3, -1)
+            projected = attn.to_qkv(hidden_states).chunk(3, -1)
         else:
-            query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-        head_dim = attn.head_dim
-        query, key = attn.norm_q(_heads(query, head_dim)), attn.norm_k(_heads(key, head_dim))
-        value = _heads(value, head_dim)
+            projected = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+        query, key, value = _in_heads(projected, attn.head_dim, attn.norm_q, attn.norm_k)
         text = encoder_hidden_states
         if attn.added_kv_proj_dim is not None and text is not None:
             if attn.fused_projections:
-                added = attn.to_added_qkv(text).chunk(3, -1)
+                projected = attn.to_added_qkv(text).chunk(3, -1)
             else:
-                added = (attn.add_q_proj(text), attn.add_k_proj(text), attn.add_v_proj(text))
-            query = torch.cat((attn.norm_added_q(_heads(added[0], head_dim)), query), 1)
-            key = torch.cat((attn.norm_added_k(_heads(added[1], head_dim)), key), 1)
-            value = torch.cat((_heads(added[2], head_dim), value), 1)
+                projected = attn.add_q_proj(text), attn.add_k_proj(text), attn.add_v_proj(text)
+            added = _in_heads(projected, attn.head_dim, attn.norm_added_q, attn.norm_added_k)
+            query, key, value = _one_behind_another(added, (query, key, value))
         if image_rotary_emb is not None:
             cos, sin = _half_tables(*image_rotary_emb, query.device)
             query, key = rope(query, key, cos, sin, interleaved=True, layout="BSHD")

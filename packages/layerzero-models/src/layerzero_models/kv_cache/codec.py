@@ -11,7 +11,7 @@ from torch import Tensor
 
 from layerzero import dequantize, quantize
 from layerzero.errors import invalid
-from layerzero.model.checks import expect_tensor
+from layerzero.model.checks import expect_shape, expect_tensor
 from layerzero.model.describe import dtype_name
 from layerzero.model.enums import QuantFormat
 from layerzero.model.quant import QuantizedTensor, QuantScheme, format_traits
@@ -158,18 +158,11 @@ def packed_tokens(
         raise invalid("DEVICE_MIXED", f"{name} on {tensor.device}, cache on {device}")
     if tensor.ndim == 4:
         tokens_first = tensor.transpose(1, 2) if layout == "BHSD" else tensor
-        _expect(tokens_first, name, (batch, tokens_first.shape[1], heads, width))
+        expect_shape(tokens_first, name, (batch, tokens_first.shape[1], heads, width))
         new = (tokens_first.shape[1],) * batch if lens is None else whole_numbers(lens, "lens", batch)
         if max(new) > tokens_first.shape[1]:
             raise invalid("SHAPE_INVALID", f"lens {new}", f"{tokens_first.shape[1]} tokens")
         return pack(tokens_first, new), new
     new = (1,) * batch if lens is None else whole_numbers(lens, "lens", batch)
-    _expect(tensor, name, (sum(new), heads, width))
+    expect_shape(tensor, name, (sum(new), heads, width))
     return tensor, new
-
-
-def _expect(tensor: Tensor, name: str, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        raise invalid(
-            "SHAPE_INVALID", f"{name} {tuple(tensor.shape)}", str(shape), f"{name} has shape {tuple(tensor.shape)}"
-        )
