@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import cpu_attn as stock
 
 import layerzero as lz
@@ -34,7 +33,7 @@ from layerzero_vllm.choice import (
     refusals,
 )
 from layerzero_vllm.plugin import pinned
-from layerzero_vllm.worker import agreed, check_scales, kind_of, report, tell
+from layerzero_vllm.worker import agreed, check_scales, kind_of, metadata_of, report, tell
 
 linear.install()  # before the weights of the first model are packed
 
@@ -188,17 +187,7 @@ class CpuBuilder(stock.CPUAttentionMetadataBuilder):
         """Both sides' attention of a drawn batch, or ours `alone`, and the name of our kernel."""
         impl, new = layer.impl, drawn.new
         key, value, slots = drawn.keys[new], drawn.values[new], drawn.slots[new]
-        common = CommonAttentionMetadata(
-            query_start_loc=drawn.query_start_loc,
-            query_start_loc_cpu=drawn.query_start_loc,
-            seq_lens=drawn.seq_lens,
-            num_reqs=phase.batch,
-            num_actual_tokens=len(new),
-            max_query_len=phase.query,
-            max_seq_len=phase.context,
-            block_table_tensor=drawn.block_table,
-            slot_mapping=slots,
-        )
+        common = metadata_of(drawn, phase)
 
         def way(impl_class: type[Any], metadata: Any) -> Callable[[], Tensor]:
             cache, output = drawn.cache.clone(), torch.empty_like(drawn.query)

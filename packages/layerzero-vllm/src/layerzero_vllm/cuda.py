@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import flash_attn as stock
 
 import layerzero as lz
 from layerzero_vllm import attend
 from layerzero_vllm.choice import OURS, THEIRS, Choice, LayerKind, Phase, choose_one, left_alone, phases, refusals
 from layerzero_vllm.plugin import pinned
-from layerzero_vllm.worker import agreed, check_scales, kind_of, report, tell
+from layerzero_vllm.worker import agreed, check_scales, kind_of, metadata_of, report, tell
 
 
 class CudaBackend(stock.FlashAttentionBackend):
@@ -136,33 +136,20 @@ class CudaBuilder(stock.FlashAttentionMetadataBuilder):
         for phase in steps:
             drawn = attend.example(kind, phase, model.dtype)
             with lz.scoped(**compiling):  # what ours runs is compiled while vLLM starts, not beside requests
-                ways, kernels[str(phase)] = self._ways(kind, layer, phase, drawn)
+                ways, kernels[str(phase)] = self._ways(layer, phase, drawn)
                 one, other = (way().clone() for way in ways.values())
             if not attend.agrees(one, other):
                 return found + left_alone(kind, map(str, steps), f"the two sides disagree on a drawn batch of {phase}")
             times[str(phase)] = attend.race({name: [way] for name, way in ways.items()})
         return found + choose_one(kind, times, kernels, pinned(os.environ))
 
-    def _ways(
-        self, kind: LayerKind, layer: Any, phase: Phase, drawn: attend.Example
-    ) -> tuple[dict[str, Callable[[], Tensor]], str]:
+    def _ways(self, layer: Any, phase: Phase, drawn: attend.Example) -> tuple[dict[str, Callable[[], Tensor]], str]:
         impl, output = layer.impl, torch.empty_like(drawn.query)
         # pages of one token after another, as vLLM lays them out; [blocks, kv heads, page, 2 * head_dim] to look at
         cache = drawn.cache.transpose(1, 2).contiguous().transpose(1, 2)
         impl.do_kv_cache_update(layer, drawn.keys, drawn.values, cache, drawn.slots)
-        starts, lengths = drawn.query_start_loc.cpu(), drawn.seq_lens.cpu()
-        common = CommonAttentionMetadata(
-            query_start_loc=drawn.query_start_loc,
-            query_start_loc_cpu=starts,
-            seq_lens=drawn.seq_lens,
-            num_reqs=phase.batch,
-            num_actual_tokens=len(drawn.new),
-            max_query_len=phase.query,
-            max_seq_len=phase.context,
-            block_table_tensor=drawn.block_table,
-            slot_mapping=drawn.slots[drawn.new],
-            seq_lens_cpu_upper_bound=lengths,
-        )
+        lengths = drawn.seq_lens.cpu()
+        common = metadata_of(drawn, phase, seq_lens_cpu_upper_bound=lengths)
         metadata = stock.FlashAttentionMetadataBuilder.build(self, 0, common)
         batch, caches = _planned(common, lengths), attend.interleaved(cache)
         key, value = drawn.keys[drawn.new], drawn.values[drawn.new]

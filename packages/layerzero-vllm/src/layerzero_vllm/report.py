@@ -53,21 +53,9 @@ class Report:
         """Write the file anew; a full disk is no reason to stop serving."""
         self._written, open_now = time.monotonic(), breakers()
         self._blocked = tuple(open_now)
-        data = {
-            "format": FORMAT,
-            "engine": os.getppid(),
-            "pid": os.getpid(),
-            "updated": time.time(),
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "model": self.model,
-            "versions": self.versions,
-            "choices": self.choices,
-            "linears": self.linears,
-            "steps": dict(self.steps),
-            "breakers": open_now,
-            "warnings": self.warnings,
-        }
+        head = {"format": FORMAT, "engine": os.getppid(), "pid": os.getpid(), "updated": time.time()}
+        public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        data = {**head, **public, "breakers": open_now}
         try:
             write_whole(folder() / f"worker-{os.getpid()}.json", json.dumps(data, indent=1) + "\n")
         except OSError as error:

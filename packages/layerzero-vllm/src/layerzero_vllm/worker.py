@@ -7,7 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from layerzero_vllm.choice import Choice, LayerKind
+from layerzero_vllm.attend import Example
+from layerzero_vllm.choice import Choice, LayerKind, Phase
 from layerzero_vllm.plugin import mode
 from layerzero_vllm.report import Report
 
@@ -35,6 +36,24 @@ def kind_of(impl: Any, device: str, block_size: int, config: Any) -> LayerKind:
         sinks=impl.sinks is not None,
         non_causal=bool(getattr(config.attention_config, "use_non_causal", False)),
         kv_transfer=config.kv_transfer_config is not None,
+    )
+
+
+def metadata_of(drawn: Example, phase: Phase, **more: Any) -> Any:
+    """What vLLM would tell a builder of a drawn batch."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    return CommonAttentionMetadata(
+        query_start_loc=drawn.query_start_loc,
+        query_start_loc_cpu=drawn.query_start_loc.cpu(),
+        seq_lens=drawn.seq_lens,
+        num_reqs=phase.batch,
+        num_actual_tokens=len(drawn.new),
+        max_query_len=phase.query,
+        max_seq_len=phase.context,
+        block_table_tensor=drawn.block_table,
+        slot_mapping=drawn.slots[drawn.new],
+        **more,
     )
 
 
