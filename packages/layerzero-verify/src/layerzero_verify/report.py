@@ -124,14 +124,11 @@ class Level:
     def to_json(self) -> dict[str, Any]:
         return {
             "level": self.number,
-            "name": self.name,
-            "status": self.status.value,
-            "passed": self.passed,
+            **{name: plain(getattr(self, name)) for name in ("name", "status", "passed", "checks")},
             "failed": len(self.failures),
             "skipped": sum(item.status is Status.SKIP for item in self.checks),
             "reason": self.skipped,
             "seconds": round(self.seconds, 3),
-            "checks": [item.to_json() for item in self.checks],
         }
 
 

@@ -38,31 +38,17 @@ def add(group: click.Group) -> None:
         dataset = open_dataset(root)
         found = dataset.select((), op_type, everything=not op_type)
         data: list[dict[str, Any]] = []
+        rows: list[tuple[str | Cell, ...]] = []
         unknown, stray = dataset.strays()
         wrong = [*dataset.problems, *stray]
         for item in found:
             (workloads, bad), (traces, worse) = dataset.workloads(item), dataset.traces(item)
             wrong += [*bad, *worse]
+            op, counts = _op(item)[0], {"workloads": len(workloads), "traces": len(traces)}
             data.append(
-                {
-                    "name": item.name,
-                    "op_type": item.op_type,
-                    "op": _op(item)[0],
-                    "workloads": len(workloads),
-                    "traces": len(traces),
-                    "tested": dataset.tested(item),
-                }
+                {"name": item.name, "op_type": item.op_type, "op": op, **counts, "tested": dataset.tested(item)}
             )
-        rows = [
-            (
-                Cell(row["name"], "bold"),
-                row["op_type"],
-                row["op"] or Cell("none", "dim"),
-                str(row["workloads"]),
-                str(row["traces"]),
-            )
-            for row in data
-        ]
+            rows.append((Cell(item.name, "bold"), item.op_type, op or Cell("none", "dim"), *map(str, counts.values())))
         notes = [
             f"no {word} in {dataset.root / word / '**' / suffix}"
             for word, suffix in (("definitions", "*.json"), ("workloads", "*.jsonl"), ("traces", "*.jsonl"))

@@ -97,8 +97,7 @@ def _blocks(report: VerifyReport) -> list[Block]:
     failures = report.failures
     if failures:
         blocks += [Line(), Line(f"{len(failures)} failed", STYLES["fail"])]
-        for check in failures[:_SHOWN]:
-            blocks.append(Line(str(check), indent=2, hang=2))
+        blocks += [Line(str(check), indent=2, hang=2) for check in failures[:_SHOWN]]
         if len(failures) > _SHOWN:
             blocks.append(Line(f"and {len(failures) - _SHOWN} more; --json shows all", "dim", indent=2))
     if report.absent:

@@ -102,11 +102,6 @@ def widened(definition: Definition, name: str, inputs: Inputs) -> Tensor:
 
 
 # -- attention -----------------------------------------------------------------------------------
-def lengths_of(indptr: Tensor) -> Tensor:
-    """Lengths of the sequences between offsets."""
-    return indptr[1:] - indptr[:-1]
-
-
 def last_page_len(inputs: Inputs, page_size: int) -> Tensor:
     """Tokens in the last page of each sequence: as given, or full pages. Some definitions have a slot to spare."""
     sequences: Tensor = inputs["kv_indptr"][1:]
@@ -116,7 +111,7 @@ def last_page_len(inputs: Inputs, page_size: int) -> Tensor:
 
 def block_tables(inputs: Inputs, page_size: int) -> tuple[Tensor, Tensor]:
     """Page numbers as a padded table [B, most], and the keys of each sequence, from offsets and a list of pages."""
-    counts = lengths_of(inputs["kv_indptr"])
+    counts = inputs["kv_indptr"].diff()
     last = last_page_len(inputs, page_size)
     tokens = torch.where(counts > 0, (counts - 1) * page_size + last, 0)
     rows = torch.zeros((len(counts), max(1, int(counts.max()) if len(counts) else 1)), dtype=torch.int32)
@@ -219,7 +214,7 @@ def _paged(kind: str, tensors: tuple[str, ...], more: tuple[str, ...], definitio
 
     def call(op: Op, i: Inputs) -> Any:
         tables, tokens = block_tables(i, i[tensors[-1]].shape[1])
-        queries = lengths_of(i["qo_indptr"]) if "qo_indptr" in i else None
+        queries = i["qo_indptr"].diff() if "qo_indptr" in i else None
         batch = paged_batch(tables, tokens, query_lens=queries)
         result = op(*(i[name] for name in tensors), batch, scale=i.get("sm_scale"), return_lse=True)
         return _outputs(definition, result)

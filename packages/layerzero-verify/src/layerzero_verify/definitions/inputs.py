@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from layerzero.errors import BackendNotAvailableError, ConfigurationError, InvalidInputError, invalid
-from layerzero_verify.definitions.adapters import lengths_of
 from layerzero_verify.definitions.schema import Definition, TensorSpec, torch_dtype
 from layerzero_verify.definitions.sizes import violated
 from layerzero_verify.definitions.trace import InputSource, Workload
@@ -137,7 +136,7 @@ class Maker:
 
     def kv_lengths(self) -> list[int]:
         """Keys of each sequence, from the offsets made or given."""
-        parts = lengths_of(self.known["kv_indptr"]).tolist()
+        parts = self.known["kv_indptr"].diff().tolist()
         last = self.known.get("kv_last_page_len")
         if last is None:
             return [count * self.page_size for count in parts]
@@ -179,7 +178,7 @@ def _kv_indptr(make: Maker, name: str, shape: tuple[int, ...] | None) -> Tensor:
     count = (shape or (1,))[0] - 1
     total = make.length("kv_indices", "k") or 0
     queries = make.known.get("qo_indptr")
-    needed = [1] * count if queries is None else [-(-part // make.page_size) for part in lengths_of(queries).tolist()]
+    needed = [1] * count if queries is None else [-(-part // make.page_size) for part in queries.diff().tolist()]
     if total < sum(needed) and queries is None:  # fewer pages than sequences: the last ones stay empty
         needed = [1] * total + [0] * (count - total)
     return _offsets(split(total, needed, [total] * count, make.generator(name)))
@@ -195,10 +194,10 @@ def _qo_indptr(make: Maker, name: str, shape: tuple[int, ...] | None) -> Tensor:
 
 
 def _last_page_len(make: Maker, name: str, shape: tuple[int, ...] | None) -> Tensor:
-    counts, page = lengths_of(make.known["kv_indptr"]).tolist(), make.page_size
+    counts, page = make.known["kv_indptr"].diff().tolist(), make.page_size
     drawn = make.whole(name, shape, 1, page + 1).tolist()[: len(counts)]
     queries = make.known.get("qo_indptr")
-    needed = [0] * len(counts) if queries is None else lengths_of(queries).tolist()
+    needed = [0] * len(counts) if queries is None else queries.diff().tolist()
     tails = [
         min(page, max(tail, need - (count - 1) * page)) if count else 0
         for count, tail, need in zip(counts, drawn, needed, strict=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,9 @@ def _row(trace: Trace, dataset: Dataset) -> Measurement | None:
     versions = versions_of(world.registry, trace.solution)
     device = _device(evaluation.hardware)
     us = evaluation.latency_ms * 1e3
-    libs = evaluation.libs
+    libs, measured_at = evaluation.libs, 0.0
+    with suppress(ValueError):
+        measured_at = datetime.datetime.fromisoformat(evaluation.timestamp).timestamp()
     return Measurement(
         op=ctx.op,
         bucket=bucket_of(ctx, spec.growing),
@@ -91,7 +94,7 @@ def _row(trace: Trace, dataset: Dataset) -> Measurement | None:
         median_us=us, p95_us=us, p99_us=us, variance=0.0, samples=1,
         max_error=evaluation.max_absolute_error,
         mode=mode_of("cuda" if device.startswith("sm") else "cpu"),
-        measured_at=_when(evaluation.timestamp),
+        measured_at=measured_at,
     )  # fmt: skip
 
 
@@ -128,10 +131,3 @@ def _device(hardware: str) -> str:
         if found.sm_version is not None:
             return f"sm{found.sm_version}"
     return f"named-{hardware}"
-
-
-def _when(timestamp: str) -> float:
-    try:
-        return datetime.datetime.fromisoformat(timestamp).timestamp()
-    except ValueError:
-        return 0.0

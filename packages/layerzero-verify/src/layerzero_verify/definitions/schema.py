@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from layerzero.errors import ConfigurationError
+from layerzero.json_form import plain
 
 _MAX_BYTES = 16 * 1024 * 1024
 MISSING: Any = object()
@@ -197,9 +198,7 @@ class Definition:
             "name": self.name,
             "op_type": self.op_type,
             **{key: value for key, value in optional.items() if value},
-            "axes": {name: axis.to_json() for name, axis in self.axes.items()},
-            "inputs": {name: spec.to_json() for name, spec in self.inputs.items()},
-            "outputs": {name: spec.to_json() for name, spec in self.outputs.items()},
+            **{key: plain(getattr(self, key)) for key in ("axes", "inputs", "outputs")},
             "reference": self.reference,
         }
 

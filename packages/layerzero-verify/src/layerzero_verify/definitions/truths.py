@@ -29,7 +29,6 @@ from layerzero_verify.definitions.adapters import (
     first_of,
     is_causal,
     last_page_len,
-    lengths_of,
 )
 from layerzero_verify.definitions.schema import Definition
 
@@ -245,7 +244,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool =
 
 def _paged(definition: Definition, i: Inputs) -> tuple[Tensor]:
     tables, tokens = block_tables(i, i["k_cache"].shape[1])
-    counts = lengths_of(i["qo_indptr"]) if "qo_indptr" in i else torch.ones_like(tokens)
+    counts = i["qo_indptr"].diff() if "qo_indptr" in i else torch.ones_like(tokens)
     outs = []
     for q, row, length in zip(i["q"].split(counts.tolist()), tables, tokens.tolist(), strict=True):
         k, v = (i[name][row.long()].flatten(0, 1)[:length] for name in ("k_cache", "v_cache"))
@@ -254,7 +253,7 @@ def _paged(definition: Definition, i: Inputs) -> tuple[Tensor]:
 
 
 def _ragged(definition: Definition, i: Inputs) -> tuple[Tensor]:
-    queries, keys = (lengths_of(i[name]).tolist() for name in ("qo_indptr", "kv_indptr"))
+    queries, keys = (i[name].diff().tolist() for name in ("qo_indptr", "kv_indptr"))
     parts = zip(i["q"].split(queries), i["k"].split(keys), i["v"].split(keys), strict=True)
     causal = is_causal(definition)
     return (torch.cat([_attend(q, k, v, i.get("sm_scale"), causal) for q, k, v in parts]),)

@@ -59,6 +59,13 @@ class Case:
         return drawn(self.op, self.spec, self.dtype, device, words, **self.given)
 
 
+def tried_by(item: Any) -> tuple[Case | None, KernelSpec | None]:
+    """The case that a test of the kit runs, if it runs one, and the kernel, if it is about one."""
+    params: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
+    case: Case | None = params.get("lz_case")
+    return case, params.get("lz_kernel") if case is None else case.spec
+
+
 _FIELDS = {item.name for item in fields(Context) if item.init}
 
 

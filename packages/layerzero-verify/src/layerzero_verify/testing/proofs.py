@@ -27,11 +27,11 @@ import pytest
 from layerzero.device.signature import family_of
 from layerzero.errors import CapabilitiesError, ConfigurationError
 from layerzero.files import write_whole
-from layerzero.model.kernel import BackendSpec, KernelSpec
+from layerzero.model.kernel import BackendSpec
 from layerzero.model.situation import words_of
 from layerzero.registry.kinds import decoded, read
 from layerzero.registry.proofs import SCHEMA_VERSION, beside, load_proofs, sealed, sources
-from layerzero_verify.testing.cases import Case
+from layerzero_verify.testing.cases import tried_by
 from layerzero_verify.testing.kit import Kit
 
 _SUITE = "from layerzero_verify.testing.suite import *\n"
@@ -67,9 +67,7 @@ class Recorder:
         return report
 
     def _note(self, item: pytest.Item, outcome: str) -> None:
-        params: Mapping[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
-        case: Case | None = params.get("lz_case")
-        spec: KernelSpec | None = params.get("lz_kernel") if case is None else case.spec
+        case, spec = tried_by(item)
         if outcome == "failed":
             self.failed.append(item.name)
         if spec is None or outcome == "skipped":

@@ -11,14 +11,13 @@ xdist 3.8 does not see it under pytest 9.2, whose tests keep their ids elsewhere
 from __future__ import annotations
 
 import zlib
-from typing import Any
 
 import pytest
 import torch
 
 from layerzero.model.artifact import artifact_of
 from layerzero.model.kernel import KernelSpec
-from layerzero_verify.testing.cases import Case
+from layerzero_verify.testing.cases import Case, tried_by
 from layerzero_verify.testing.kit import Kit
 from layerzero_verify.testing.pytest_plugin import _kit
 from layerzero_verify.testing.run import context
@@ -29,9 +28,7 @@ __all__ = ["shard"]
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark a test before xdist looks at the marks. What will be skipped belongs to no group."""
-    params: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
-    case: Case | None = params.get("lz_case")
-    spec: KernelSpec | None = params.get("lz_kernel") if case is None else case.spec
+    case, spec = tried_by(item)
     if spec is not None:
         item.add_marker(pytest.mark.xdist_group(shard(_kit(item.config), spec, case)))
 
