@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -505,14 +506,31 @@ def test_a_change_of_capabilities_changes_the_fingerprint_and_the_choice(lab: An
     lz.rms_norm(x, w)
     before = state.world
     weaker = lab.recording(lab.builtin.get("torch.rms_norm.native"), lab.reference("rms_norm"))
-    from dataclasses import replace
-
     state.publish(registry=lab.registry.replace([replace(weaker, dtypes=frozenset({"float16"}))]))
     assert state.world.fingerprint != before.fingerprint
     assert lab.run(lz.rms_norm, x, w)[1] == ["reference.rms_norm.plain"]
     state.publish(registry=before.registry)
     assert state.world.fingerprint == before.fingerprint
     assert lab.run(lz.rms_norm, x, w)[1] == ["torch.rms_norm.native"]
+
+
+@pytest.mark.req("R-CACHE-10")
+@pytest.mark.parametrize(
+    "change", [{"capabilities_hash": "new"}, {"version": "2"}, {"vendor_version": "9"}, {"available": False}], ids=str
+)
+def test_a_backend_that_comes_with_other_capabilities_is_selected_anew(lab: Any, change: dict[str, Any]) -> None:
+    """The hash of its descriptor, its version, its vendor's, whether it works: kernels and versions are the same."""
+    x, w, kernel = torch.randn(2, 8), torch.ones(8), lab.kernel("acme.rms_norm.k", priority=99.0)
+    backend = BackendSpec(name="acme", version="1", vendor_version="8", capabilities_hash="old")
+
+    def selections(**changes: Any) -> int:
+        state.publish(registry=lab.registry.add((kernel,), replace(backend, **changes)))
+        before = state.counters.selections
+        lz.rms_norm(x, w)
+        return state.counters.selections - before
+
+    assert [selections(), selections(), selections(**change), selections(**change), selections()] == [1, 0, 1, 0, 0]
+    assert lz.which("rms_norm", x, w) == "acme.rms_norm.k"
 
 
 @pytest.mark.req("R-CACHE-11", "R-CACHE-12")

@@ -12,11 +12,15 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import layerzero as lz
 from layerzero.errors import ConfigurationError, SelectionTimeoutError
+from layerzero.runtime.state import state
 from layerzero.selection.cache import SHARDS, SelectionCache, shard_index
+from layerzero.selection.world import Measurements
 
 
 class Clock:
@@ -368,6 +372,26 @@ def test_one_thread_computes_and_the_others_receive_its_result() -> None:
     assert len(calls) == 1 and len(results) == 20 and len(set(map(id, results))) == 1
     assert cache.get("key") is results[0]
     assert (cache.stats().computes, cache.stats().misses) == (1, 20)
+
+
+@pytest.mark.req("R-CACHE-05")
+def test_of_many_threads_with_one_new_call_one_selects_and_all_run_what_it_chose(lab: Any) -> None:
+    """Calls of ops: the measurement that the selection asks for comes only once every other thread waits for it."""
+    x, weight = torch.randn(3, 8), torch.ones(8)
+    lab.use(lab.kernel("mine.rms_norm.a", priority=900.0), only=True)
+    asked: list[int] = []
+
+    def late(kernel_id: str, ctx: Any) -> float:
+        asked.append(threading.get_ident())
+        wait_until(lambda: state.cache.stats().waits == before.waits + 11)
+        return 1.0
+
+    state.publish(measurements=Measurements(late, "made up"))
+    lab.clear()
+    before, selections = state.cache.stats(), state.counters.selections
+    run_threads(12, lambda number: lz.rms_norm(x, weight))
+    assert state.counters.selections == selections + 1 and len(set(asked)) == 1
+    assert lab.ran() == ["mine.rms_norm.a"] * 12
 
 
 @pytest.mark.req("R-CACHE-05")
