@@ -125,6 +125,7 @@ def test_the_copies_of_adapted_inputs_are_part_of_the_estimate() -> None:
         _, peak = measured_peak(lambda run=run, tensors=tensors: run(*tensors, *([None] * 8)))
         said = estimate(current_world().registry.kernels["sdpa.attention.flash_cpu"], told, [Step(s) for s in steps])
         assert 0 < peak <= said.temporaries + SMALL_CHANGE and said.temporaries <= 2 * peak, (steps, peak, said)
+        assert said.total == said.workspace + said.temporaries > said.temporaries
 
 
 class Step:
@@ -165,6 +166,12 @@ def test_a_report_says_what_each_candidate_takes(lab: Any) -> None:
     told = {c["kernel_id"]: c["memory"] for c in report["candidates"]}
     assert told["big.rms_norm.greedy"] == {"workspace": 4_000_000, "temporaries": 0, "total": 4_000_000}
     assert told["small.rms_norm.lean"]["total"] == 4_000
+    dense = {"contiguous": True, "adapt": frozenset({"contiguous"})}
+    lab.use(lab.kernel("big.rms_norm.dense", workspace=Formula("5000"), **dense))
+    report = lz.explain("rms_norm", torch.ones(3, 16)[:, ::2], W, backend="big").to_dict()
+    (found,) = (c["memory"] for c in report["candidates"] if c["kernel_id"] == "big.rms_norm.dense")
+    assert found["workspace"] == 5_000 and found["temporaries"] >= 96  # a dense copy of 24 numbers
+    assert found["total"] == 5_000 + found["temporaries"]
 
 
 @pytest.mark.req("R-MEM-02", "R-MEM-03")

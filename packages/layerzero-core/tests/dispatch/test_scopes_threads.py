@@ -56,6 +56,7 @@ def test_a_scope_ends_when_an_error_leaves_it(three: Any) -> None:
     assert winner(three) == A
 
 
+@pytest.mark.req("R-POL-02")
 def test_a_scope_is_seen_by_its_own_thread_only(three: Any) -> None:
     seen: dict[str, str] = {}
     inside, done = threading.Event(), threading.Event()

@@ -24,6 +24,7 @@ from layerzero.dispatch.bind import Bound
 from layerzero.errors import ConfigurationError
 from layerzero.runtime.observation import families
 from layerzero.runtime.state import state
+from layerzero.selection.world import Measurements
 from layerzero.telemetry.events import Histogram, KernelCounters, events
 from layerzero.telemetry.metrics import CATALOGUE, Family, Sample, histogram, text
 from layerzero_tune.telemetry.reading import parse_text, read
@@ -113,6 +114,32 @@ def test_a_failover_is_counted_for_the_kernel_that_ran(lab: Any) -> None:
 
 
 # -- metrics -----------------------------------------------------------------------------------------
+@pytest.mark.req("R-TEL-03")
+def test_the_hit_ratio_and_the_time_of_a_selection_are_those_of_the_calls(lab: Any) -> None:
+    """Four calls of five are hot; the one selection takes as long as what it waits for, and no longer than its call."""
+
+    def told() -> tuple[float, float, float, float]:
+        found = {s.name: s.value for f in text_string_to_metric_families(text(families())) for s in f.samples}
+        total = sum(lz.observe(counters=False).calls().values())
+        hot = found.get("layerzero_hot_hit_ratio", 0.0) * total
+        return total, hot, found["layerzero_select_seconds_count"], found["layerzero_select_seconds_sum"]
+
+    def slow(kernel_id: str, ctx: Any) -> float:
+        time.sleep(0.05)
+        return 1.0
+
+    lab.use(lab.kernel("mine.rms_norm.a", priority=900.0), only=True)
+    with lz.observe():
+        state.publish(measurements=Measurements(slow, "made up"))
+        before, start = told(), time.perf_counter()
+        for _ in range(5):
+            lz.rms_norm(X, W)
+        wall = time.perf_counter() - start
+        total, hot, count, seconds = (now - then for now, then in zip(told(), before, strict=True))
+    assert (total, round(hot, 3), count) == (5, 4, 1)
+    assert 0.05 <= seconds <= wall
+
+
 @pytest.mark.req("R-TEL-03", "R-TEL-04")
 def test_the_text_is_what_prometheus_parses_and_holds_what_happened(lab: Any) -> None:
     lab.use(lab.kernel("mine.rms_norm.a", priority=900.0), only=True)
