@@ -29,8 +29,8 @@ def failed(report: ReadinessReport) -> dict[str, Any]:
 
 
 @pytest.mark.req("R-GATE-06", "R-OPS-03")
-def test_the_production_configuration_of_this_repository_is_ready() -> None:
-    """The policy of docs/production.md, on this machine."""
+def test_the_production_configuration_of_this_repository_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy of docs/production.md, on this machine; asked in code and as the page says."""
     page = (Path(__file__).parents[4] / "docs" / "production.md").read_text(encoding="utf-8")
     text = page.partition("```yaml\n")[2].partition("```")[0]
     file = Path("layerzero-production.yaml")
@@ -39,6 +39,13 @@ def test_the_production_configuration_of_this_repository_is_ready() -> None:
     assert report.ok, str(report)
     assert report.check("production").status == "ok"
     report.require()
+    (command,) = (line for line in page.splitlines() if "lz readiness" in line and line.startswith("LAYERZERO_CONFIG"))
+    monkeypatch.setenv("LAYERZERO_CONFIG", command.partition(" ")[0].partition("=")[2])
+    lz.reset()
+    done = CliRunner().invoke(cli, command.partition(" lz ")[2].split())
+    assert done.exit_code == 0 and "production" in done.stdout, done.stdout
+    policy = lz.get_config()
+    assert (policy.jit, policy.on_fault, policy.breaker.cooldown_s) == ("background", "fallback", 30)
 
 
 @pytest.mark.req("R-OPS-03")

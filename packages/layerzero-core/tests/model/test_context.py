@@ -78,8 +78,16 @@ def test_a_decode_step_is_never_guessed_from_sizes() -> None:
 
 @pytest.mark.req("R-CTX-02")
 def test_an_explicit_layout_overrides_every_guess() -> None:
-    ctx = Context.from_tensors(t(2, 64, 8, 16), layout="BHSD")
-    assert (ctx.num_heads, ctx.seq_len_q) == (64, 8)
+    """Of the sizes, of the strides (equal axes or not), and of the axis in which query and key differ."""
+    swapped, square = t(2, 8, 64, 16).transpose(1, 2), t(2, 16, 16, 8).transpose(1, 2)
+    longer = t(2, 4, 16, 16), t(2, 4, 8, 16)
+    for tensors, guess in (((t(2, 64, 8, 16),), "BSHD"), ((swapped,), "BHSD"), ((square,), "BHSD"), (longer, "BHSD")):
+        assert inferred(*tensors).layout is Layout(guess)
+        other = "BSHD" if guess == "BHSD" else "BHSD"
+        ctx = Context.from_tensors(*tensors, layout=other)
+        heads, length = (1, 2) if other == "BHSD" else (2, 1)
+        size = tensors[0].shape
+        assert (ctx.layout, ctx.num_heads, ctx.seq_len_q) == (Layout(other), size[heads], size[length])
 
 
 # -- sizes, strides -------------------------------------------------------------------------------

@@ -47,6 +47,11 @@ perfdb: {enabled: true, path: /var/lz.db, auto_tune: true, tune_samples: 5}
 distributed: {mode: independent, tp_invariant: true}
 hub: {allow: [org/kernel], endpoints: [x]}
 plugins: {allow: [mine], deny: [theirs]}
+jit: block
+dispatch_table: /var/table.json
+batch_invariant: true
+on_first_use: "off"
+canary: {kernels: [liger*], fraction: 0.5}
 """
 
 
@@ -54,6 +59,9 @@ plugins: {allow: [mine], deny: [theirs]}
 def test_a_yaml_file_sets_every_part_of_the_policy(tmp_path):
     path = tmp_path / "layerzero.yaml"
     path.write_text(EVERYTHING)
+    assert {line.partition(":")[0] for line in EVERYTHING.splitlines() if line[0] != " "} == set(
+        json_schema()["properties"]
+    )
     policy = merge([load_file(path)])
     assert policy.locks_by_op() == {"attention": FLASH}
     assert (policy.allow, policy.deny) == (("sdpa", "liger"), ("xformers*",))
@@ -72,7 +80,15 @@ def test_a_yaml_file_sets_every_part_of_the_policy(tmp_path):
     )
     assert policy.perfdb["tune_samples"] == 5 and policy.distributed["mode"] == "independent"
     assert policy.hub["allow"] == ("org/kernel",) and policy.plugins["deny"] == ("theirs",)
-    assert policy.deterministic and policy.plan_mode
+    assert policy.deterministic and policy.plan_mode and policy.batch_invariant
+    assert policy.strict_mode and not policy.allow_adaptation and policy.enabled
+    assert policy.graph_strict_mode and policy.graph_whitelist == ("sdpa.attention.*",)
+    assert (policy.jit, policy.dispatch_table, policy.on_first_use) == ("block", "/var/table.json", "off")
+    assert dict(policy.canary) == {"kernels": ("liger*",), "fraction": 0.5}
+    assert (policy.breaker.cooldown_s, policy.breaker.successes, policy.cache.ttl_s) == (10, 2, 60)
+    assert dict(policy.perfdb) == {"enabled": True, "path": "/var/lz.db", "auto_tune": True, "tune_samples": 5}
+    assert policy.distributed["tp_invariant"] and policy.hub["endpoints"] == ("x",)
+    assert policy.plugins["allow"] == ("mine",)
 
 
 def test_the_flags_that_govern_transforms_and_graphs_come_from_the_file():
