@@ -74,6 +74,9 @@ def test_every_kernel_layout_and_dtype_against_the_formula(oracle, device, kerne
         assert out.dtype is dtype and lse.dtype is torch.float32
         assert_close(out, want, tolerance("paged_attention", dtype), path=f"{kernel} {index}")
         assert_close(lse, want_lse, tolerance("paged_attention", dtype), path=f"{kernel} {index} lse")
+        for how in ("cold", "hot"):  # the kernel it takes when none is asked for
+            out = lz.paged_attention(q, kc, vc, batch, layout=layout)
+            assert_close(out, want, tolerance("paged_attention", dtype), path=f"{how} {index}")
 
 
 @pytest.mark.req("R-OP-07", "R-KV-04")

@@ -528,6 +528,25 @@ def test_a_kernel_is_refused_with_the_reason_that_fits(lab):
     assert reasons(dense) == {"QUANT_FORMAT_UNSUPPORTED"}
 
 
+@pytest.mark.req("R-QUANT-04")
+@pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+def test_every_op_on_codes_has_their_granularity_in_its_context(granularity):
+    options = {"granularity": granularity, **({"block_size": 32} if granularity == "block" else {})}
+    x, weight = draw(2, 64), draw(64, 64, seed=1)
+    experts = [lz.quantize(draw(3, n, 64, seed=n), "int8", **options) for n in (128, 64)]
+    routed = torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int64)
+    qt = lz.quantize(weight, "int8", **options)
+    calls = {
+        "quantize": ((weight, "int8"), options),
+        "dequantize": ((qt,), {}),
+        "linear": ((x, qt), {}),
+        "moe": ((x, *experts, *routed), {}),
+    }
+    for op, (args, words) in calls.items():
+        ctx = lz.explain(op, *args, **words).context
+        assert (ctx.quant_format, ctx.granularity, ctx.dim("block")) == ("int8", granularity, options.get("block_size"))
+
+
 @pytest.mark.req("R-QUANT-04", "R-QUANT-05", "R-CTX-13")
 def test_format_granularity_and_packing_stand_in_the_context_and_in_the_reasons():
     qt = weight_of("int4", block_size=16, symmetric=False)
