@@ -78,7 +78,25 @@ def test_head_dim_and_dtype_limits():
     assert "DTYPE_UNSUPPORTED" in codes("flashattn3", call(90, dtype="float32"))
 
 
-@pytest.mark.req("R-SEL-15")
+@pytest.mark.req("R-BK-FA-03")
+@pytest.mark.parametrize(("file", "sm"), [(plugin.FA2, 80), (plugin.FA2, 90), (plugin.FA2, 120), (plugin.FA3, 90)])
+@pytest.mark.parametrize("op", ["attention", "varlen_attention", "paged_attention"])
+def test_packed_and_paged_kernels_have_the_same_limits(file, sm, op):
+    mine = [spec for spec in load_capabilities(file).kernels if spec.op == op and not spec.check_device(fakes.gpu(sm))]
+
+    def wrong(**given):
+        limits = {"HEAD_DIM_TOO_LARGE", "HEAD_DIM_NOT_MULTIPLE", "HEAD_DIM_UNSUPPORTED", "DTYPE_UNSUPPORTED"}
+        ctx = replace(call(sm, **given), op=op)
+        return [{why.code.value for why in spec.check(ctx)} & limits for spec in mine]
+
+    assert mine
+    for dtype in ("float16", "bfloat16"):
+        assert not any(found for dim in range(8, 257, 8) for found in wrong(dim=dim, dtype=dtype))
+        assert all(found == {"HEAD_DIM_TOO_LARGE"} for found in wrong(dim=320, dtype=dtype))
+    assert all(found == {"DTYPE_UNSUPPORTED"} for found in wrong(dtype="float32"))
+
+
+@pytest.mark.req("R-SEL-15", "R-BK-FA-03")
 @pytest.mark.parametrize(("sm", "backend"), [(80, "flashattn2"), (90, "flashattn3")])
 def test_the_head_dims_that_the_descriptors_of_2_and_3_take_end_at_256_in_steps_of_8(sm, backend):
     for dim in (32, 64, 128, 256):

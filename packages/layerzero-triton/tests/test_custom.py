@@ -77,7 +77,30 @@ def test_the_grid_is_held_against_the_device(register):
 
     assert reasons(1000, 4096, fakes.gpu(90)) == []
     assert reasons(1000, 65536 * 128 + 1, fakes.gpu(90)) == ["CUDA_BLOCK_LIMIT_EXCEEDED"]
+    assert reasons(2**31, 4096, fakes.gpu(90)) == ["CUDA_BLOCK_LIMIT_EXCEEDED"]
     assert reasons(1000, 4096, fakes.cpu()) == ["PLATFORM_MISMATCH"]
+
+
+@pytest.mark.req("R-BK-TR-03")
+def test_a_grid_is_looked_at_once_more_when_it_is_launched(source):
+    """Sizes that its function returns and that no device takes: nothing is started; without work nothing is either."""
+    from layerzero_triton.custom import Arguments, kernel, unregister
+
+    sizes = {}
+    made = kernel(
+        op="silu_and_mul", name="test", kernel=source, grid=("rows", "ceil(hidden / BLOCK)", "2 * rows"),
+        constants={"BLOCK": 128}, dtypes=("float16",),
+    )(lambda x: Arguments((x, x, 1), "nothing was done", **sizes))  # fmt: skip
+    try:
+        for given in ((2**31, 1), (1, 65536 * 128), (32768, 1), (-1, 1)):
+            sizes.update(zip(("rows", "hidden"), given, strict=True))
+            with pytest.raises(LayerZeroError) as caught:
+                made(1.0)
+            assert caught.value.code == "LAUNCH_CONFIG_INVALID" and "65535" in str(caught.value), given
+        sizes.update(rows=0, hidden=1)
+        assert made(1.0) == "nothing was done"
+    finally:
+        unregister("triton.silu_and_mul.test")
 
 
 @pytest.mark.parametrize(

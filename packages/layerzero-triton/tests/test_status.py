@@ -17,6 +17,7 @@ def codes(status):
     return [item.code.value for item in status.reasons]
 
 
+@pytest.mark.req("R-BK-TR-01")
 def test_an_absent_vendor_is_reported_with_the_command_that_brings_it():
     with pretend({"triton": None}):
         status = layerzero_capabilities(DEVICE)
@@ -25,6 +26,7 @@ def test_an_absent_vendor_is_reported_with_the_command_that_brings_it():
     assert status.fix == status.reasons[0].hint == "pip install 'layerzero-triton[triton]'"
 
 
+@pytest.mark.req("R-BK-TR-01")
 def test_a_version_outside_the_range_is_reported_with_the_range():
     with pretend({"triton": "2.3.1"}, {"triton": None}) as imported:
         status = layerzero_capabilities(DEVICE)

@@ -337,9 +337,10 @@ def test_a_frozen_model_selects_nothing_and_computes_the_same():
     with torch.no_grad():
         plain = model(x)
         frozen = lz.compile(model, x)
-        before = state.counters.selections
+        before, followed = state.counters.selections, state.counters.followed
         again = [frozen(x) for _ in range(3)]
         assert state.counters.selections == before
+        assert state.counters.followed == followed + 3  # each call once, by the table; then they are hot
         assert all(torch.equal(plain, out) for out in again)
         frozen(torch.randn(4000, 32))  # another bucket is selected as ever
         assert state.counters.selections > before
