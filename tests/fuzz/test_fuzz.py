@@ -117,6 +117,22 @@ def test_a_run_is_the_same_for_the_same_seed_and_goes_on_where_it_was_interrupte
     assert Fuzzer.load(harmless, tmp_path / "state.json", seed=5).done == 0
 
 
+@pytest.mark.req("R-FUZZ-02")
+def test_a_check_plays_a_hundred_thousand_inputs_of_up_to_4096_bytes(planted_target: Target) -> None:
+    rows = (Path(__file__).parents[2] / "Makefile").read_text(encoding="utf-8").splitlines()
+    (command,) = (row for row in rows if row.startswith("FUZZ :="))
+    check = rows[next(n for n, row in enumerate(rows) if row.startswith("check:")) :]
+    assert any("$(FUZZ)" in row for row in check[: check.index("")])
+    words = command.partition("-m tools.fuzz ")[2].split()
+    assert words[:2] == ["--iterations", "100000"] and all(word.startswith("--") for word in words[::2])  # every target
+    sizes: list[int] = []
+    long = Target("planted", lambda data: str(sizes.append(len(data))), ())
+    (fuzz.CORPORA / "planted" / "one").write_bytes(b"x" * 4_096)
+    assert fuzz.run_one(long, 300, float("inf"), seed=1) == 0
+    assert sizes[0] == 4_096 and len(sizes) == 301  # the corpus, then as many as were asked for
+    assert max(sizes[1:]) == 4_096 > min(sizes)
+
+
 def test_mutations_stay_short_and_reach_every_kind_of_change() -> None:
     chance, base = random.Random(0), json.dumps({"a": [1, 2, {"b": "text"}], "c": None}).encode()
     seen: set[Any] = set()

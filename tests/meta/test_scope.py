@@ -1,8 +1,12 @@
-"""Everything the scope names is a backend here, or said by one: found, or not available with a reason and a fix."""
+"""Everything the scope names is here: libraries as backends, found or not available with a reason; ops as functions."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+from torch.nn import functional
 
 import layerzero as lz
 from layerzero.plugin.manager import load_plugins
@@ -36,3 +40,54 @@ def test_the_cpu_backend_speaks_of_onednn_and_zendnn() -> None:
     words = " ".join(libraries())
     assert "oneDNN" in words
     assert lz.list_kernels("attention")
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+Q, K, V, X = draw(1, 2, 8, 16), draw(1, 2, 8, 16) + 1, draw(1, 2, 8, 16) - 1, draw(3, 16)
+ANGLES = torch.arange(8.0)[:, None] * 0.5 ** torch.arange(8)
+PAGES = [t[0].transpose(0, 1).unflatten(0, (2, 4)) for t in (K, V)]  # two pages of four tokens
+BATCH = lz.paged_batch(torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([8], dtype=torch.int32))
+SDPA = functional.scaled_dot_product_attention
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    left, right = x.chunk(2, -1)
+    return torch.cat((left * ANGLES.cos() - right * ANGLES.sin(), right * ANGLES.cos() + left * ANGLES.sin()), -1)
+
+
+# class of the scope, op, arguments, options, what comes out; tokenization has layerzero-tokenizers' own tests
+OPS: list[tuple[Any, ...]] = [
+    ("positional", "rope", (Q, K, ANGLES.cos(), ANGLES.sin()), {}, (turned(Q), turned(K))),
+    ("prefill", "attention", (Q, K, V), {"is_causal": True}, SDPA(Q, K, V, is_causal=True)),
+    ("decode", "attention", (Q[:, :, -1:], K, V), {}, SDPA(Q[:, :, -1:], K, V)),
+    ("paged", "paged_attention", (Q[:, :, -1], *PAGES, BATCH), {}, SDPA(Q[:, :, -1:], K, V)[:, :, 0]),
+    ("GEMM", "linear", (X, draw(5, 16), X[0, :5]), {}, functional.linear(X, draw(5, 16), X[0, :5])),
+    ("MLP", "silu_and_mul", (X,), {}, functional.silu(X[:, :8]) * X[:, 8:]),
+    ("norms", "rms_norm", (X, X[0]), {}, functional.rms_norm(X, (16,), X[0], 1e-6)),
+    ("norms", "layer_norm", (X, X[0], X[1]), {}, functional.layer_norm(X, (16,), X[0], X[1])),
+    ("sampling", "sample_topk", (X, 1), {}, X.argmax(-1)),
+    ("dtype conversion", "cast", (X, torch.bfloat16), {}, X.to(torch.bfloat16)),
+]  # fmt: skip
+
+
+@pytest.mark.req("R-OP-01")
+@pytest.mark.parametrize("row", OPS, ids=lambda row: f"{row[0]} {row[1]}")
+def test_every_kind_of_op_of_the_scope_is_dispatched_and_right(row: tuple[Any, ...]) -> None:
+    _, op, args, options, want = row
+    out = getattr(lz, op)(*args, **options)
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    report = lz.explain(op, *args, **options)
+    assert report.chosen and report.ran == report.chosen
+
+
+@pytest.mark.req("R-OP-01")
+def test_quantization_is_dispatched_and_gives_back_what_it_stored() -> None:
+    codes = lz.quantize(X, "int8", granularity="channel")
+    step = X.abs().amax(-1, keepdim=True) / 127
+    assert ((lz.dequantize(codes) - X).abs() <= step * 0.5001).all()
+    for op, args, options in (("quantize", (X, "int8"), {"granularity": "channel"}), ("dequantize", (codes,), {})):
+        report = lz.explain(op, *args, **options)
+        assert report.chosen and report.ran == report.chosen
