@@ -76,13 +76,9 @@ def freeze(
     kinds = [item.context.device.device_type for item in traffic.calls]
     where = probe_device(device or max(set(kinds), key=kinds.count, default="cpu"))
     table = solve(traffic, path, device=where, model_id=model_id or getattr(model, "__name__", type(model).__name__))
-    return FrozenModule(model, table, traffic) if isinstance(model, nn.Module) else _frozen(model, table, traffic)
+    if isinstance(model, nn.Module):
+        return FrozenModule(model, table, traffic)
 
-
-compile = freeze  # the public name; inside this module the builtin keeps its own
-
-
-def _frozen(model: Callable[..., Any], table: DispatchTable, traffic: Traffic) -> Callable[..., Any]:
     @functools.wraps(model)
     def frozen(*args: Any, **kwargs: Any) -> Any:
         with under_table(table):
@@ -90,6 +86,9 @@ def _frozen(model: Callable[..., Any], table: DispatchTable, traffic: Traffic) -
 
     frozen.table, frozen.traffic, frozen.original = table, traffic, model  # type: ignore[attr-defined]
     return frozen
+
+
+compile = freeze  # the public name; inside this module the builtin keeps its own
 
 
 class FrozenModule(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -53,13 +53,16 @@ def refused_row(
 
 def stored_row(world: World, ctx: Context, kernel_id: str, db: PerfDB) -> Measurement | None:
     """What was measured of a kernel in the bucket of a call, on this very platform; None where it was not."""
-    versions = versions_of(world.registry, kernel_id)
     mode = mode_of(ctx.device.device_type, capturing=ctx.capturing)
     bucket = bucket_of(ctx, world.ops[ctx.op].growing)
-    for found in holding(db.find(ctx.op, bucket, mode), platform_of(ctx.device)):
-        if found.kernel_id == kernel_id and versions == (found.kernel_version, found.backend_version):
-            return found
-    return None
+    return row_of(kernel_id, holding(db.find(ctx.op, bucket, mode), platform_of(ctx.device)), world)
+
+
+def row_of(kernel_id: str, rows: Iterable[Measurement], world: World) -> Measurement | None:
+    """The first of these rows that is of a kernel as it is now: of its version and its backend's."""
+    versions = versions_of(world.registry, kernel_id)
+    own = (item for item in rows if item.kernel_id == kernel_id)
+    return next((item for item in own if versions == (item.kernel_version, item.backend_version)), None)
 
 
 def surroundings(ctx: Context, stolen: float = 0.0, busy: float = 0.0) -> Surroundings:

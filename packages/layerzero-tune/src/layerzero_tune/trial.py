@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
+from layerzero.dispatch.failover import out_of_memory
 from layerzero.dispatch.run import describe
 from layerzero.errors import TuningError
+from layerzero.json_form import plain
 from layerzero.measurements.believed import NOISE, judged, platform_of, versions_of
 from layerzero.model.context import Context
 from layerzero.model.decision import Expectation
@@ -80,14 +80,11 @@ class Trial:
             "op": self.context.op,
             "sizes": dict(self.context.dims),
             "dtype": self.context.dtype,
-            "winner": self.winner,
-            "clear": self.clear,
+            **{name: plain(getattr(self, name)) for name in ("winner", "clear", "choice", "before", "refused")},
             "seconds": round(self.seconds, 3),
             "stolen": round(self.stolen, 4),
             "busy": round(self.busy, 4),
             "torch_us": None if self.torch is None else round(self.torch.median_us, 3),
-            "choice": self.choice,
-            "before": self.before,
             "stored": not self.lost,
             "kernels": {
                 name: {
@@ -97,7 +94,6 @@ class Trial:
                 }
                 for name, found in sorted(self.times.items(), key=lambda item: item[1].median_us)
             },
-            "refused": dict(self.refused),
             "ruled_out": {
                 name: {**expected.to_json(), "margin": round(margin(expected), 3), "why": str(expected)}
                 for name, expected in sorted(self.ruled_out.items())
@@ -222,6 +218,6 @@ def _made(call: Callable[[], Call], context: Context) -> Call:
     try:
         return call()
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in str(error):
+        if not out_of_memory(error):
             raise
         raise TuningError(code="TUNING_IMPOSSIBLE", value=context.op, limit=f"no memory for it: {error}") from error

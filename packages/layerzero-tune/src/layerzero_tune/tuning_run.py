@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from layerzero.errors import LayerZeroError
+from layerzero.json_form import plain
 from layerzero.perfdb.measurement import Measurement, bucket_of
 from layerzero.perfdb.store import PerfDB
 from layerzero.recording.traffic import Recorded, context_to_json, volume
@@ -162,13 +163,9 @@ class Tuned:
         return {
             "database": self.path,
             "seconds": round(self.seconds, 2),
-            "ranks": self.ranks,
-            "rows": self.rows,
-            "resumed": list(self.resumed),
-            "left": list(self.left),
+            **{name: plain(getattr(self, name)) for name in ("ranks", "rows", "resumed", "left", "changed")},
             "against_torch": None if self.against_torch is None else round(self.against_torch, 3),
-            "changed": {name: list(both) for name, both in self.changed.items()},
-            "calls": [item.to_json() for item in self.outcomes],
+            "calls": plain(self.outcomes),
         }
 
 

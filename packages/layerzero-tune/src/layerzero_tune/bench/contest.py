@@ -23,6 +23,7 @@ import torch
 from layerzero._ops.signature import public_op
 from layerzero.dispatch.bind import bind
 from layerzero.dispatch.run import current_world, decide, describe
+from layerzero.json_form import plain
 from layerzero.model.context import Context, element_bytes
 from layerzero.model.decision import Decision
 from layerzero.model.op import Op, OperationSpec
@@ -93,9 +94,9 @@ class Outcome:
         return min(self.times, key=lambda name: (self.times[name], name), default="")
 
     def to_json(self) -> dict[str, Any]:
-        ctx = self.context
+        ctx, shown = self.context, ("name", "mode", "chosen", "best", "torch", "call", "kernels", "rule")
         return {
-            "name": self.name,
+            **{name: plain(getattr(self, name)) for name in shown},
             "op": ctx.op,
             "dtype": ctx.dtype,
             "sizes": dict(ctx.dims),
@@ -103,17 +104,10 @@ class Outcome:
             "causal": ctx.causal.value,
             "format": ctx.quant_format,
             "device": ctx.device.name or ctx.device.device_type,
-            "mode": self.mode,
-            "chosen": self.chosen,
-            "best": self.best,
-            "torch": self.torch.to_json(),
-            "call": self.call.to_json(),
-            "kernels": {name: item.to_json() for name, item in self.kernels.items()},
             "seconds": round(self.seconds, 2),
-            "clock": None if self.pace is None else self.pace.to_json(),
+            "clock": plain(self.pace),
             "stolen": round(self.stolen, 4),
             "busy": round(self.busy, 4),
-            "rule": self.rule,
         }
 
 

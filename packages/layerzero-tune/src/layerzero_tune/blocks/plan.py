@@ -16,6 +16,7 @@ from layerzero.dispatch.bind import Bound, bind
 from layerzero.dispatch.modes import carries_tangent, tensors_of
 from layerzero.dispatch.run import current_world, decide
 from layerzero.errors import BackendNotAvailableError, KernelExecutionError, PlanMismatchError, invalid
+from layerzero.json_form import plain
 from layerzero.selection.world import World
 from layerzero.torch_ops.imports import after_import
 from layerzero_cli.output import Line, Table, show
@@ -88,12 +89,8 @@ class BlockReport:
             "block": self.block.name,
             "estimated_us": round(self.path.us, 3),
             "per_op_estimated_us": round(self.alone.us, 3),
-            "plan_us": self.plan_us,
+            **{name: plain(getattr(self, name)) for name in ("plan_us", "measured", "transforms", "fused", "note")},
             "per_op_us": self.alone_us,
-            "measured": self.measured,
-            "transforms": self.transforms,
-            "fused": list(self.fused),
-            "note": self.note,
             "path": [
                 {**self._row(edge), "source": sorted({item.cost.source for item in edge.taken})}
                 for edge in self.path.edges

@@ -63,8 +63,7 @@ def _blocks(table: Path, found: Export) -> list[Block]:
     for item in found.settings:
         blocks.append(Line(f"{item.text}  {item.why}", hang=2))
         blocks.append(Table(("", "", "", ""), _rows(item), indent=2, right=frozenset({2})))
-    for text in found.warnings:
-        blocks.append(Line(text, STYLES["warn"], hang=2))
+    blocks += [Line(text, STYLES["warn"], hang=2) for text in found.warnings]
     if found.ignored:
         words = ", ".join(f"{op} ({count})" for op, count in found.ignored)
         blocks.append(Line(f"{stack.title} has no setting for these ops of the table: {words}", "dim", hang=2))

@@ -157,17 +157,11 @@ class Tour:
         return sum(step.selections for step in self.decode)
 
     def to_json(self) -> dict[str, Any]:
+        shown = ("version", "ok", "failed", "device", "dtype", "sizes", "kernels_considered", "stops", "seconds")
         return {
-            "version": self.version,
-            "ok": self.ok,
-            "failed": self.failed,
-            "device": self.device.to_json(),
-            "dtype": self.dtype,
-            "sizes": plain(self.sizes),
+            **{name: plain(getattr(self, name)) for name in shown},
             "facts": dict(self.facts),
-            "kernels_considered": self.kernels_considered,
             "prefill": {name: getattr(self, name) for name in ("first_pass_us", "lz_us", "torch_us")},
-            "stops": plain(self.stops),
             "decode": {
                 "steps": len(self.decode),
                 "calls": self.decode_calls,
@@ -176,7 +170,6 @@ class Tour:
                 "counters": self.counters,
                 "each": plain(self.decode),
             },
-            "seconds": self.seconds,
         }
 
 

@@ -74,17 +74,13 @@ def _case(
     chosen = leader({name: item.us for name, item in kernels.items()}, NOISE)
     dtype, causal = str(when.get("dtype", "float32")), when.get("causal", "none") != "none"
     refused = {name: why for name, why in wrong.items() if name not in kernels}
+    way, _, cache = mode.partition("/")
+    rule = RULES.get(f"cuda/{way}" if way == "graph" or cache == "cold" else f"cpu/{way}", "")  # cold means a GPU
     place = names.get(device, device) + (f", {threads} thread{'s' * (threads > 1)}" if threads else "")
     return Measured(
         _name(op, sizes, dtype, causal, when), op, dtype, sizes, place, mode, chosen, kernels,
-        plain, None, refused, causal, any(item.surroundings.shared for item in newest.values()), _rule(mode),
+        plain, None, refused, causal, any(item.surroundings.shared for item in newest.values()), rule,
     )  # fmt: skip
-
-
-def _rule(mode: str) -> str:
-    """What counted as a time when it was tuned: a cold cache means a GPU."""
-    way, _, cache = mode.partition("/")
-    return RULES.get(f"cuda/{way}" if way == "graph" or cache == "cold" else f"cpu/{way}", "")
 
 
 def torch_beside(

@@ -18,7 +18,7 @@ from importlib.resources import files
 from typing import Any
 
 from layerzero.errors import UnknownNameError
-from layerzero.json_form import Plain, plain
+from layerzero.json_form import Plain, plain, reader
 from layerzero.model.dispatch_table import DispatchTable, PlanEntry
 from layerzero_tune.perfdb.exchange import bucket_words
 
@@ -92,20 +92,7 @@ def stack_of(name: str) -> Stack:
 @functools.cache
 def _stacks() -> dict[str, Stack]:
     data = json.loads((files("layerzero_tune.tables") / "stacks.json").read_text(encoding="utf-8"))
-    return {
-        name: Stack(name=name, **{**item, "knobs": tuple(_knob(knob) for knob in item["knobs"])})
-        for name, item in data.items()
-    }
-
-
-def _knob(data: dict[str, Any]) -> Knob:
-    """A knob as it is written: lists are tuples, and how it is written stands under its form."""
-    form = next(form for form in ("argument", "environment", "python") if form in data)
-    given: dict[str, Any]
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items() if key != form}
-    given["values"] = tuple((pattern, value) for pattern, value in data["values"])
-    template = (data[form],) if isinstance(data[form], str) else tuple(data[form])
-    return Knob(form=form, template=template, **given)
+    return {name: reader(Stack)({"name": name, **item}) for name, item in data.items()}
 
 
 # Times of kernels in the bucket of an entry, by kernel id; as far as they were measured here.
@@ -166,10 +153,7 @@ class Export:
         return {
             "for": self.stack.name,
             "version": self.stack.version,
-            "hardware": self.hardware,
-            "command": self.command,
-            "settings": plain(self.settings),
-            "warnings": list(self.warnings),
+            **{name: plain(getattr(self, name)) for name in ("hardware", "command", "settings", "warnings")},
             "ignored": dict(self.ignored),
         }
 

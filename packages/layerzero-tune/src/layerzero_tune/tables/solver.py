@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from layerzero.json_form import Plain
-from layerzero.measurements.believed import mode_of, platform_of, versions_of
+from layerzero.measurements.believed import mode_of, platform_of
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.model.dispatch_table import DispatchTable, PlanEntry, bucket_sizes, situation
@@ -24,7 +24,7 @@ from layerzero.selection.filter import artifact_for, is_empty
 from layerzero.selection.world import World, boundaries, bucketed
 from layerzero.tables.file import hardware_of, make_table
 from layerzero_tune.perfdb.exchange import bucket_words
-from layerzero_tune.rows import stored_row
+from layerzero_tune.rows import row_of, stored_row
 
 Edges = dict[str, dict[str, tuple[int, ...]]]
 
@@ -89,11 +89,8 @@ def _entry(ctx: Context, world: World, buckets: Edges, db: PerfDB | None) -> Pla
 
 def time_of(entry: PlanEntry, kernel_id: str, world: World, db: PerfDB) -> float | None:
     """The time of a kernel in the bucket of a table's entry, as measured here; None where it was not."""
-    versions = versions_of(world.registry, kernel_id)
-    for row in _rows_of(entry, world, db):
-        if row.kernel_id == kernel_id and versions == (row.kernel_version, row.backend_version):
-            return row.median_us
-    return None
+    row = row_of(kernel_id, _rows_of(entry, world, db), world)
+    return None if row is None else row.median_us
 
 
 def times_of(entry: PlanEntry, world: World, db: PerfDB) -> dict[str, float]:
