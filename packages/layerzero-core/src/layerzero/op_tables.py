@@ -14,22 +14,19 @@ from typing import Any, TypeVar
 Value = TypeVar("Value")
 OP_TABLES: list[Mapping[str, Any]] = []
 
-# op -> module of its public function; importing the module registers the op.
-LATE_OPS: dict[str, str] = {
-    "cast": "layerzero._ops.conversion",
-    "cross_entropy": "layerzero._ops.loss",
-    "gemma_add_rms_norm": "layerzero._ops.gemma",
-    "gemma_rms_norm": "layerzero._ops.gemma",
-    "xpos": "layerzero._ops.rotary",
-    "grouped_attention": "layerzero._ops.grouped",
-    "grouped_gemm": "layerzero._ops.moe",
-    "mlp": "layerzero._ops.moe",
-    "moe": "layerzero._ops.moe",
-    "topk_gate": "layerzero._ops.moe",
-    "mla_paged_attention": "layerzero._ops.mla",
-    "varlen_attention": "layerzero._ops.varlen",
-    "sampling_probs": "layerzero._ops.sampling_probs",
+_LATE = {
+    "conversion": "cast",
+    "loss": "cross_entropy",
+    "gemma": "gemma_add_rms_norm gemma_rms_norm",
+    "rotary": "xpos",
+    "grouped": "grouped_attention",
+    "moe": "grouped_gemm mlp moe topk_gate",
+    "mla": "mla_paged_attention",
+    "varlen": "varlen_attention",
+    "sampling_probs": "sampling_probs",
 }
+# op -> module of its public function; importing the module registers the op.
+LATE_OPS = {name: f"layerzero._ops.{module}" for module, names in _LATE.items() for name in names.split()}
 
 
 class LateTable(UserDict[str, Value]):

@@ -154,19 +154,13 @@ def check_pages(cache: Any, batch: PagedBatch, rank: int, axis: int | None) -> N
 _TOKENS = {"NHD": 1, "HND": 2}  # the axis of a page's tokens
 
 
-def _check_index_dtypes(batch: PagedBatch) -> None:
-    """One integer dtype for all metadata: kernels read the tensors side by side."""
-    dtype, new = batch.block_tables.dtype, batch.query_lens
-    if batch.context_lens.dtype is dtype and (new is None or new.dtype is dtype):
-        return
-    words = {"block_tables": batch.block_tables, "context_lens": batch.context_lens, "query_lens": batch.query_lens}
-    found = {name: dtype_name(tensor) for name, tensor in words.items() if tensor is not None}
-    shown = ", ".join(f"{name} {word}" for name, word in found.items())
-    raise invalid("BLOCK_TABLE_DTYPE", shown, "one of int32, int64", f"the metadata has different dtypes: {shown}")
-
-
 def _lengths(query: Any, key_cache: Any, value_cache: Any, batch: PagedBatch, *rest: Any) -> tuple[Any, int]:
-    _check_index_dtypes(batch)
+    # One integer dtype for all metadata: kernels read the tensors side by side.
+    dtype, new = batch.block_tables.dtype, batch.query_lens
+    if batch.context_lens.dtype is not dtype or not (new is None or new.dtype is dtype):
+        words = {"block_tables": batch.block_tables, "context_lens": batch.context_lens, "query_lens": new}
+        shown = ", ".join(f"{name} {dtype_name(tensor)}" for name, tensor in words.items() if tensor is not None)
+        raise invalid("BLOCK_TABLE_DTYPE", shown, "one of int32, int64", f"the metadata has different dtypes: {shown}")
     check_pages(key_cache, batch, 4, _TOKENS.get(rest[5]))
     return (batch.max_query_len, batch.max_context_len), batch.total_q
 
@@ -206,7 +200,12 @@ def _describe(call: Call) -> Context:
         raise invalid("BLOCK_TABLE_INVALID", "with more queries than context", "is_causal=False")
     check_per_head(slopes, sinks, heads, batch.batch_size)
     for name, item in scales.items():
-        _check_kv_scale(item, name, kv_heads)
+        if isinstance(item, Tensor):
+            check_floating(item, name)
+            if item.numel() != 1 and tuple(item.shape) != (kv_heads,):
+                raise invalid("SHAPE_INVALID", f"{name} {tuple(item.shape)}", f"one number, or [{kv_heads}]")
+        elif item is not None and not (isinstance(item, (int, float)) and math.isfinite(item)):
+            raise invalid("VALUE_INVALID", f"{name}={item}", "a finite number, a tensor, or None")
     gqa = heads != kv_heads
     needs = {
         **attention_needs(call.needs_grad, gqa, Causal.NONE, window, softcap, slopes, sinks, return_lse),
@@ -243,15 +242,6 @@ def _describe(call: Call) -> Context:
         index_dtype=dtype_name(batch.block_tables),
         scale=scale,
     )
-
-
-def _check_kv_scale(scale: Any, name: str, kv_heads: int) -> None:
-    if isinstance(scale, Tensor):
-        check_floating(scale, name)
-        if scale.numel() != 1 and tuple(scale.shape) != (kv_heads,):
-            raise invalid("SHAPE_INVALID", f"{name} {tuple(scale.shape)}", f"one number, or [{kv_heads}]")
-    elif scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
-        raise invalid("VALUE_INVALID", f"{name}={scale}", "a finite number, a tensor, or None")
 
 
 def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:

@@ -108,7 +108,12 @@ def rotary_context(
         rows, hint = cos.shape[-2], "make longer tables: lz.rope_tables(rotary_dim, length)"
         raise invalid("SEQ_LEN_TOO_LONG", seq, rows, f"{seq} tokens, but cos and sin have {rows} rows", hint)
     if position_ids is not None:
-        _check_positions(position_ids, batch, seq, cos.shape[-2])
+        expect_rank(position_ids, "position_ids", (1, 2))
+        expect_index(position_ids, "position_ids")
+        if position_ids.shape[-1] != seq or (position_ids.ndim == 2 and position_ids.shape[0] not in (1, batch)):
+            found, wanted = f"position_ids {tuple(position_ids.shape)}", f"[{seq}] or [{batch} or 1, {seq}]"
+            raise invalid("SHAPE_INVALID", found, wanted)
+        expect_below(position_ids, "position_ids", cos.shape[-2], code="SEQ_LEN_TOO_LONG")
     if inplace and any(t is not None and _overlaps(t) for t in (q, k)):
         raise invalid("INPLACE_UNSUPPORTED", message="an expanded tensor cannot be rotated in place")
     if inplace and k is not None and (k is q or (modes.plain((q, k)) and overlapping(q, k))):
@@ -135,14 +140,6 @@ def rotary_context(
     }
     words = (word,) if k is None else (word, check_floating(k, "k"))
     return context_of(call, op, word, dims, needs, (q,) if k is None else (q, k), dtypes=words, layout=order)
-
-
-def _check_positions(position_ids: Tensor, batch: int, seq: int, rows: int) -> None:
-    expect_rank(position_ids, "position_ids", (1, 2))
-    expect_index(position_ids, "position_ids")
-    if position_ids.shape[-1] != seq or (position_ids.ndim == 2 and position_ids.shape[0] not in (1, batch)):
-        raise invalid("SHAPE_INVALID", f"position_ids {tuple(position_ids.shape)}", f"[{seq}] or [{batch} or 1, {seq}]")
-    expect_below(position_ids, "position_ids", rows, code="SEQ_LEN_TOO_LONG")
 
 
 ROPE = declare(

@@ -144,7 +144,11 @@ class Context(Plain):
             raise invalid("VOCAB_HASH_MISSING")
         given = dict(self.dims)
         object.__setattr__(self, "_sizes", given)
-        object.__setattr__(self, "_rare_dtype", self._has_rare_dtype())
+        # Mixed or special dtypes, quantization, index or cache dtypes: most kernels need not look closer.
+        mixed = len(self.dtypes) > 1 and any(word != self.dtypes[0] for word in self.dtypes)
+        special = self.dtype == "bfloat16" or self.dtype.startswith("float8")
+        asked = (self.quant_format, self.granularity, self.index_dtype, self.kv_cache_dtype)
+        object.__setattr__(self, "_rare_dtype", mixed or special or any(item is not None for item in asked))
         object.__setattr__(self, "_rare_mode", self._has_rare_mode())
         object.__setattr__(self, "_uneven", given.get("head_dim") != given.get("head_dim_v", given.get("head_dim")))
         for name in _REQUIRED_DIMS.get(self.op, ()):
@@ -172,13 +176,6 @@ class Context(Plain):
     def __reduce__(self) -> tuple[Any, ...]:
         # What was computed stays behind: a hash of strings means nothing in another process.
         return partial(Context, **{f.name: getattr(self, f.name) for f in fields(self) if f.init}), ()
-
-    def _has_rare_dtype(self) -> bool:
-        """Mixed or special dtypes, quantization, index or cache dtypes: most kernels need not look closer."""
-        mixed = len(self.dtypes) > 1 and any(word != self.dtypes[0] for word in self.dtypes)
-        special = self.dtype == "bfloat16" or self.dtype.startswith("float8")
-        asked = (self.quant_format, self.granularity, self.index_dtype, self.kv_cache_dtype)
-        return mixed or special or any(item is not None for item in asked)
 
     def _has_rare_mode(self) -> bool:
         """Capture, determinism, batch invariance, switches, vetoes, odd pointers or tensor parallelism."""

@@ -172,7 +172,13 @@ def make_grouped_batch(
     """
     given = (cu_seqlens_q, cu_seqlens_k, kv_lens)
     for name, tensor, rank in zip(_NAMES, given, _RANKS, strict=True):
-        _check_tensor(name, tensor, rank)
+        dtype = getattr(tensor, "dtype", None)
+        if dtype is None:
+            raise invalid("TYPE_INVALID", f"{name}: {type(tensor).__name__}", "a torch.Tensor")
+        if str(dtype) not in _INDEX_DTYPES:
+            raise invalid("TYPE_INVALID", f"{name} of {dtype}", "int32 or int64")
+        if tensor.dim() != rank:
+            raise invalid("RANK_INVALID", tensor.dim(), rank, f"{name} has rank {tensor.dim()}")
     check_devices(**dict(zip(_NAMES, given, strict=True)))
     groups, rows = kv_lens.shape
     _check_size("cu_seqlens_k", cu_seqlens_k, rows + 1, f"{rows} + 1 for kv_lens of {rows} sequences")
@@ -188,16 +194,6 @@ def make_grouped_batch(
             shown = f"kv_lens[{group}, {row}] = {length}"
             raise invalid("VALUE_INVALID", shown, f"between 0 and the {known} keys of the sequence")
     return GroupedBatch(*given, q_host, k_host, lens_host)
-
-
-def _check_tensor(name: str, tensor: Any, rank: int) -> None:
-    dtype = getattr(tensor, "dtype", None)
-    if dtype is None:
-        raise invalid("TYPE_INVALID", f"{name}: {type(tensor).__name__}", "a torch.Tensor")
-    if str(dtype) not in _INDEX_DTYPES:
-        raise invalid("TYPE_INVALID", f"{name} of {dtype}", "int32 or int64")
-    if tensor.dim() != rank:
-        raise invalid("RANK_INVALID", tensor.dim(), rank, f"{name} has rank {tensor.dim()}")
 
 
 def _check_size(name: str, tensor: Any, size: int, words: str) -> None:

@@ -56,9 +56,6 @@ class PagedBatch:
     _looked_at: Any = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._count()
-
-    def _count(self) -> None:
         contexts, queries = self.context_lens_host, self.query_lens_host
         object.__setattr__(self, "batch_size", len(contexts))
         object.__setattr__(self, "total_q", sum(queries))
@@ -95,7 +92,7 @@ class PagedBatch:
             self.query_lens.copy_(fresh.query_lens)
         object.__setattr__(self, "context_lens_host", fresh.context_lens_host)
         object.__setattr__(self, "query_lens_host", fresh.query_lens_host)
-        self._count()
+        self.__post_init__()
         for plan in self.plans.values():
             plan.replan(self)
 
@@ -174,7 +171,14 @@ def make_paged_batch(
     if query_lens is not None:
         given["query_lens"] = query_lens
     for name, tensor in given.items():
-        _check_tensor(name, tensor, 2 if name == "block_tables" else 1)
+        dtype = getattr(tensor, "dtype", None)
+        if dtype is None:
+            raise invalid(ReasonCode.TYPE_INVALID, f"{name} {type(tensor).__name__}", "a Tensor")
+        if str(dtype) not in _INDEX_DTYPES:
+            raise invalid(ReasonCode.BLOCK_TABLE_DTYPE, f"{name} {dtype}", "int32 or int64")
+        rank, shape = (2, "[B, max_blocks]") if name == "block_tables" else (1, "[B]")
+        if tensor.dim() != rank:
+            raise _invalid(f"{name} {tuple(tensor.shape)}", shape)
     check_devices(**given)
     batch = int(block_tables.shape[0])
     for name, tensor in given.items():
@@ -192,17 +196,6 @@ def make_paged_batch(
         return PagedBatch(block_tables, context_lens, query_lens, contexts, queries)
     own = None if query_lens is None else query_lens.clone()
     return PagedBatch(block_tables.clone(), context_lens.clone(), own, contexts, queries, True)
-
-
-def _check_tensor(name: str, tensor: Tensor, rank: int) -> None:
-    dtype = getattr(tensor, "dtype", None)
-    if dtype is None:
-        raise invalid(ReasonCode.TYPE_INVALID, f"{name} {type(tensor).__name__}", "a Tensor")
-    if str(dtype) not in _INDEX_DTYPES:
-        raise invalid(ReasonCode.BLOCK_TABLE_DTYPE, f"{name} {dtype}", "int32 or int64")
-    if tensor.dim() != rank:
-        shape = "[B, max_blocks]" if rank == 2 else "[B]"
-        raise _invalid(f"{name} {tuple(tensor.shape)}", shape)
 
 
 def _split_host_lens(

@@ -167,7 +167,12 @@ class QuantizedTensor:
         object.__setattr__(self, "shape", tuple(self.shape))  # int() would fix a symbolic size
         if self.granularity != resolve_granularity(fmt, self.granularity):
             raise invalid(ReasonCode.QUANT_GRANULARITY_UNSUPPORTED, self.granularity, f"block (for {fmt.value})")
-        self._check_data(traits)
+        _check_dtype("data", self.data, traits.data_dtype)
+        _check_packable(self.shape, traits)
+        width = self.shape[-1] if self.shape else 1
+        expected = (*self.shape[:-1], width // 2) if traits.packed else self.shape
+        if tuple(self.data.shape) != expected:
+            raise invalid(ReasonCode.SHAPE_INVALID, f"data {tuple(self.data.shape)}", expected)
         self._check_scales(traits)
         places = [part.device for part in self.tensors()]
         if len(set(places)) > 1:
@@ -205,14 +210,6 @@ class QuantizedTensor:
     def requires_grad(self) -> bool:
         """Whether a gradient of the scales is wanted; codes have none."""
         return self.scale.requires_grad or (self.tensor_scale is not None and self.tensor_scale.requires_grad)
-
-    def _check_data(self, traits: FormatTraits) -> None:
-        _check_dtype("data", self.data, traits.data_dtype)
-        _check_packable(self.shape, traits)
-        width = self.shape[-1] if self.shape else 1
-        expected = (*self.shape[:-1], width // 2) if traits.packed else self.shape
-        if tuple(self.data.shape) != expected:
-            raise invalid(ReasonCode.SHAPE_INVALID, f"data {tuple(self.data.shape)}", expected)
 
     def _check_scales(self, traits: FormatTraits) -> None:
         _check_dtype("scale", self.scale, traits.scale_dtype)
