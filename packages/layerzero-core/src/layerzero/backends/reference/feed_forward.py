@@ -89,25 +89,21 @@ def mlp(
 # Gated activations: the first half of the last axis is the gate, the second half the value it multiplies.
 def silu_and_mul(x: Tensor) -> Tensor:
     """SwiGLU: silu(gate) * up."""
-    gate, up = _halves(x)
-    return (F.silu(gate) * up).to(x.dtype)
+    return _both_halves(x, "silu")
 
 
 def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
     """GeGLU: gelu(gate) * up; `approximate` is "none" (erf) or "tanh"."""
-    gate, up = _halves(x)
-    return (F.gelu(gate, approximate=approximate) * up).to(x.dtype)
+    return _both_halves(x, "gelu_tanh" if approximate == "tanh" else "gelu")
 
 
 def relu_and_mul(x: Tensor) -> Tensor:
     """ReGLU: relu(gate) * up."""
-    gate, up = _halves(x)
-    return (F.relu(gate) * up).to(x.dtype)
+    return _both_halves(x, "relu")
 
 
-def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    gate, up = x.to(compute_dtype(x)).chunk(2, dim=-1)
-    return gate, up
+def _both_halves(x: Tensor, activation: str) -> Tensor:
+    return gated(x.to(compute_dtype(x)), activation, x.shape[-1] // 2).to(x.dtype)
 
 
 def linear(

@@ -185,11 +185,7 @@ def _encode(x: Tensor, fmt: QuantFormat, zero_point: Tensor | None) -> Tensor:
     if fmt is QuantFormat.NF4:
         table = _table(NF4_VALUES, x, torch.float64)  # in float32 the midpoints would be rounded
         return torch.bucketize(x.to(torch.float64), (table[1:] + table[:-1]) / 2).to(torch.uint8)
-    return _encode_e2m1(x)
-
-
-def _encode_e2m1(x: Tensor) -> Tensor:
-    """Nearest E2M1 code, ties to the even code, saturating at 6."""
+    # E2M1: the nearest code, ties to the even code, saturating at 6.
     table = _table(E2M1_VALUES, x, x.dtype)
     midpoints = (table[1:] + table[:-1]) / 2
     magnitude = x.abs()

@@ -51,7 +51,10 @@ def _encode(x: Tensor, fmt: QuantFormat, zero_point: Tensor | None) -> Tensor:
     if not (x.is_cuda and fmt in LARGEST and zero_point is None and fmt is not QuantFormat.NF4):
         x.nan_to_num_(nan=0.0)  # CUDA makes integer zeros of NaN, other devices anything
     if fmt is QuantFormat.NF4:
-        return _encode_nf4(x)
+        first, midpoint = _nf4_bins(x.device)  # a bin of [-1, 1] has one code, or two with a midpoint between them
+        place = (x + 1.0).mul_(_BINS / 2).to(torch.int32).clamp_(0, _BINS - 1).view(-1)
+        above = x > midpoint.index_select(0, place).view(x.shape)
+        return first.index_select(0, place).view(x.shape).add_(above)
     if fmt not in LARGEST:
         return _encode_e2m1(x)
     whole = x.round_()  # symmetric: the scale keeps it within a rounding of the largest code
@@ -67,14 +70,6 @@ def _encode_e2m1(x: Tensor) -> Tensor:
     size = x.abs_().clamp_(max=E2M1_VALUES[-1])
     halves, ones, twos = (size * 2.0).round_(), size.round().add_(2.0), (size * 0.5).round_().add_(4.0)
     return torch.where(size < 2.0, halves, torch.where(size < 4.0, ones, twos)).to(torch.uint8).bitwise_or_(sign)
-
-
-def _encode_nf4(x: Tensor) -> Tensor:
-    """A bin of [-1, 1] has one code, or two with a midpoint between them."""
-    first, midpoint = _nf4_bins(x.device)
-    place = (x + 1.0).mul_(_BINS / 2).to(torch.int32).clamp_(0, _BINS - 1).view(-1)
-    above = x > midpoint.index_select(0, place).view(x.shape)
-    return first.index_select(0, place).view(x.shape).add_(above)
 
 
 @lru_cache(maxsize=64)
