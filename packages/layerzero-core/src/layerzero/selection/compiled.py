@@ -158,13 +158,11 @@ def _opaque(decision: Decision, why: str) -> Decision:
 def _moved(decision: Decision, first: KernelSpec, instead: KernelSpec) -> Decision:
     """The decision with another of its accepted kernels at the head."""
     said = reason("FUSED_IN_GRAPH", instead.kernel_id, first.kernel_id)
-    head = [step for step in decision.steps if step[0] == instead.kernel_id]
-    rest = [step for step in decision.steps if step[0] != instead.kernel_id]
     return replace(
         decision,
         chosen=instead.kernel_id,
         candidates=Trace(lambda: _led_by(decision, instead.kernel_id, said)),
-        steps=(*head, *rest),
+        steps=tuple(sorted(decision.steps, key=lambda step: step[0] != instead.kernel_id)),
         fused_ops=instead.fuses,
         notes=(*decision.notes, said),
         is_fallback=False,

@@ -91,8 +91,10 @@ def examine(ctx: Context, world: World, judged: Judge, locked: str | None, only:
                 against.append(reason("FIRST_USE_UNCHECKED", kind_of(ctx)))
             if kernel.jit:
                 against += _compiled(kernel, ctx, world)
-            if graphs and not _whitelisted(kernel, policy.graph_whitelist):
-                against.append(reason("GRAPH_NOT_WHITELISTED"))
+            if graphs:
+                listed = policy.graph_whitelist
+                if not (matches_any(listed, kernel.kernel_id, kernel.backend) if listed else kernel.graph_safe):
+                    against.append(reason("GRAPH_NOT_WHITELISTED"))
         found.append(Filtered(kernel, tuple(against), transforms, verdict.bonus, verdict.preferred))
     return found
 
@@ -195,9 +197,3 @@ def _on_trial(kernel: KernelSpec, ctx: Context, world: World, locked: str | None
     if outcome:
         return [reason("CANARY_FAILED", outcome)]
     return [reason("CANARY_SHADOW", None, world.policy.setting("canary.calls"))]
-
-
-def _whitelisted(kernel: KernelSpec, whitelist: tuple[str, ...]) -> bool:
-    if not whitelist:
-        return kernel.graph_safe
-    return matches_any(whitelist, kernel.kernel_id, kernel.backend) is not None

@@ -121,7 +121,4 @@ def _inputs(ctx: Context) -> int:
 
 
 def _product(ctx: Context, *names: str) -> int:
-    found = 1
-    for name in names:
-        found *= ctx.dim(name) or 1
-    return found
+    return math.prod(ctx.dim(name) or 1 for name in names)

@@ -17,10 +17,7 @@ from layerzero.model.kernel import KernelSpec
 from layerzero.reasons import Reason, ReasonCode
 
 # Rough prices, for ranking only: bytes per µs of a copy, and the host cost of one torch call in µs.
-_BYTES_PER_US = {Platform.CPU: 8_000.0}
-_BYTES_PER_US_GPU = 1_500_000.0
-_CALL_US = {Platform.CPU: 1.5}
-_CALL_US_GPU = 6.0
+_ON_CPU, _ON_GPU = (8_000.0, 1.5), (1_500_000.0, 6.0)
 _VIEW_US = 1.0
 
 _WIDER = {"float16": ("float32", "float64"), "bfloat16": ("float32", "float64"), "float32": ("float64",)}
@@ -28,8 +25,7 @@ _WIDER = {"float16": ("float32", "float64"), "bfloat16": ("float32", "float64"),
 
 def copy_cost_us(ctx: Context, count: float, calls: int = 1) -> float:
     """Estimated µs to read and write `count` elements of the context's dtype in `calls` torch calls."""
-    rate = _BYTES_PER_US.get(ctx.device.platform, _BYTES_PER_US_GPU)
-    call = _CALL_US.get(ctx.device.platform, _CALL_US_GPU)
+    rate, call = _ON_CPU if ctx.device.platform is Platform.CPU else _ON_GPU
     return calls * call + 2.0 * count * element_bytes(ctx.dtype) / rate
 
 
@@ -197,10 +193,7 @@ _STAYS_HOME = frozenset({
 })  # fmt: skip
 
 # Rough prices, for ranking only: one round trip with its synchronisation, and bytes per µs of the copies.
-_TRIP_US = {Platform.CPU: 150.0}
-_TRIP_US_GPU = 200.0
-_TRIP_BYTES_PER_US = {Platform.CPU: 4_000.0}
-_TRIP_BYTES_PER_US_GPU = 1_000_000.0
+_TRIP_ON_CPU, _TRIP_ON_GPU = (150.0, 4_000.0), (200.0, 1_000_000.0)
 
 
 def apart(kernel: KernelSpec) -> KernelSpec:
@@ -210,8 +203,5 @@ def apart(kernel: KernelSpec) -> KernelSpec:
 
 def passage(ctx: Context) -> Transform:
     """The way there and back, as a priced step of the plan."""
-    platform = ctx.device.platform
-    rate = _TRIP_BYTES_PER_US.get(platform, _TRIP_BYTES_PER_US_GPU)
-    return Transform(
-        ISOLATED, _TRIP_US.get(platform, _TRIP_US_GPU) + 2 * elements(ctx) * element_bytes(ctx.dtype) / rate
-    )
+    trip, rate = _TRIP_ON_CPU if ctx.device.platform is Platform.CPU else _TRIP_ON_GPU
+    return Transform(ISOLATED, trip + 2 * elements(ctx) * element_bytes(ctx.dtype) / rate)
