@@ -128,11 +128,7 @@ class BackendNotAvailableError(LayerZeroError, code="BACKEND_NOT_INSTALLED"):
 
 
 class ConfigurationError(LayerZeroError, code="CONFIG_INVALID"):
-    """A setting, a file or an environment variable is wrong."""
-
-
-class PolicyValidationError(ConfigurationError, code="POLICY_INVALID"):
-    """A policy is wrong; `.line` and `.key` point at the place when it came from a file."""
+    """A setting, a file or an environment variable is wrong; `.line` and `.key` are the place, where it is known."""
 
     def __init__(self, message: str = "", *, line: int | None = None, key: str | None = None, **kwargs: object) -> None:
         super().__init__(message, **kwargs)  # type: ignore[arg-type]
@@ -140,12 +136,12 @@ class PolicyValidationError(ConfigurationError, code="POLICY_INVALID"):
         self.key = key
 
 
+class PolicyValidationError(ConfigurationError, code="POLICY_INVALID"):
+    """A policy is wrong; `.line` and `.key` point at the place when it came from a file."""
+
+
 class CapabilitiesError(ConfigurationError, code="SCHEMA_INVALID"):
     """A capabilities descriptor is wrong; `.key` points at the field."""
-
-    def __init__(self, message: str = "", *, key: str | None = None, **kwargs: object) -> None:
-        super().__init__(message, **kwargs)  # type: ignore[arg-type]
-        self.key = key
 
 
 class DispatchTableError(ConfigurationError, code="PLAN_FILE_INVALID"):

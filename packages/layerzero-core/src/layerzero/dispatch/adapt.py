@@ -32,7 +32,13 @@ _K_SCALE, _V_SCALE = 12, 13
 def adapt(fn: Callable[..., Any], ctx: Context, names: list[str], follow_autocast: bool) -> Callable[..., Any]:
     """Wrap a kernel so that it takes the call's own arguments."""
     if ctx.folded:
-        return _folding_axes(adapt(fn, replace(ctx, folded=False), names, follow_autocast))
+        run = adapt(fn, replace(ctx, folded=False), names, follow_autocast)
+
+        def folded(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, *rest: Any) -> Any:
+            how, query, key, value, attn_mask = fold(query, key, value, attn_mask)
+            return unfold(run(query, key, value, attn_mask, *rest), how)
+
+        return folded
     wanted = set(names)
     if "sinks:rescale" in wanted:
         swapped = any(name.startswith("layout:") for name in wanted)
@@ -125,16 +131,6 @@ def _of_heads(scale: Tensor, group: int) -> Tensor:
     """One number for each head of the queries, or for all of them: [Hq or 1, 1]."""
     flat = scale.reshape(-1)
     return (flat if flat.numel() == 1 else flat.repeat_interleave(group)).unsqueeze(-1).float()
-
-
-def _folding_axes(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Around attention of four axes: any others, as `F.scaled_dot_product_attention` takes them."""
-
-    def folded(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, *rest: Any) -> Any:
-        how, query, key, value, attn_mask = fold(query, key, value, attn_mask)
-        return unfold(run(query, key, value, attn_mask, *rest), how)
-
-    return folded
 
 
 def _adapt_attention(ctx: Context, wanted: set[str], before: list[Step], after: list[Finish]) -> None:

@@ -142,16 +142,13 @@ class Agreement:
                 raise DistributedError(reasons=(reason("RANK_DISAGREEMENT", words),), ranks=tuple(unable))
             agreed = fitting[0]
         if unable or any(item[1] != agreed for item in ours.values()):
-            self._pin(key, agreed)
+            with state.changing():
+                ranks: RankChoices | None = state.world.ranks
+                if ranks is not None:
+                    pins = {**ranks.pins, key: agreed}
+                    state.publish(ranks=replace(ranks, pins=pins, fingerprint=digest([ranks.fingerprint, pins])))
         self.channel.barrier(f"confirm {op}")
         return agreed
-
-    def _pin(self, key: str, kernel_id: str) -> None:
-        with state.changing():
-            ranks: RankChoices | None = state.world.ranks
-            if ranks is not None:
-                pins = {**ranks.pins, key: kernel_id}
-                state.publish(ranks=replace(ranks, pins=pins, fingerprint=digest([ranks.fingerprint, pins])))
 
     def refresh_memory(self) -> int | None:
         """Ask all ranks again how much memory is free; the least of the group bounds what kernels may take."""

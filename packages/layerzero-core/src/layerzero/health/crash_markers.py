@@ -147,7 +147,10 @@ class CrashMarkers:
         if self._handling or self._fault is None or faulthandler.is_enabled():
             return
         if self._modules != len(sys.modules):  # a library that handles such signals itself came with an import
-            self._modules, self._foreign = len(sys.modules), _caught_by_others()
+            self._modules = len(sys.modules)
+            # Whether SIGSEGV has a handler already, one of C code (a Java machine has one, and needs it).
+            caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", text_of("/proc/self/status"), re.MULTILINE)
+            self._foreign = caught is not None and bool(int(caught[1], 16) >> (signal.SIGSEGV - 1) & 1)
         if self._foreign:
             return
         with contextlib.suppress(OSError, ValueError, RuntimeError):
@@ -159,12 +162,6 @@ def _remove(*paths: Path) -> None:
     for path in paths:
         with contextlib.suppress(OSError):
             path.unlink()
-
-
-def _caught_by_others() -> bool:
-    """Whether SIGSEGV has a handler already, one of C code (a Java machine has one, and needs it)."""
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", text_of("/proc/self/status"), re.MULTILINE)
-    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGSEGV - 1) & 1)
 
 
 def started(pid: int) -> str:
@@ -237,7 +234,9 @@ def _read(path: Path, fault: Path) -> Iterator[CrashMarker]:
         data = path.read_bytes()[:_SIZE]
     except OSError:
         return
-    words = _fault_words(fault)
+    # "Segmentation fault", as Python's fault handler writes it; empty when the process was killed or left.
+    first, sign = text_of(fault).partition("\n")[0][:400].strip(), "Fatal Python error: "
+    words = first.removeprefix(sign) if first.startswith(sign) else ""
     for start in range(0, len(data), _SLOT):
         text = data[start : start + _SLOT].split(b"\0", 1)[0]
         if not text:
@@ -247,9 +246,3 @@ def _read(path: Path, fault: Path) -> Iterator[CrashMarker]:
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
         yield replace(marker, fault=words)
-
-
-def _fault_words(path: Path) -> str:
-    """ "Segmentation fault", as Python's fault handler writes it; empty when the process was killed or left."""
-    first = text_of(path).partition("\n")[0][:400].strip()
-    return first.removeprefix("Fatal Python error: ") if first.startswith("Fatal Python error: ") else ""

@@ -55,7 +55,11 @@ class FirstUses:
                 return {}
             raw = file.read(_MAX_BYTES + 1)
         try:
-            return _parsed(raw, who)
+            data = json.loads(raw)
+            ours = len(raw) <= _MAX_BYTES and data["schema_version"] == _SCHEMA_VERSION
+            if not ours or Checked(data["kernel_id"], data["version"], data["family"]) != who:
+                return {}
+            return {str(kind): float(error) for kind, error in data["kinds"].items()}
         except (ValueError, TypeError, KeyError, RecursionError):
             return {}  # half a file of another program, or none of ours: checked once more, and written anew
 
@@ -83,12 +87,3 @@ class FirstUses:
         shown = f"{what} with mode {stat.S_IMODE(found.st_mode):04o}"
         self.problem = reason("CONFIG_INVALID", shown, "your own folder, mode 0700")
         return False
-
-
-def _parsed(raw: bytes, who: Checked) -> dict[str, float]:
-    data = json.loads(raw)
-    if len(raw) > _MAX_BYTES or data["schema_version"] != _SCHEMA_VERSION:
-        raise ValueError("another format")
-    if Checked(data["kernel_id"], data["version"], data["family"]) != who:
-        raise ValueError("of another kernel")
-    return {str(kind): float(error) for kind, error in data["kinds"].items()}

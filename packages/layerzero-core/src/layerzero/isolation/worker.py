@@ -188,7 +188,9 @@ class Worker:
                 memory.acknowledged()
             if answer.kind is not wire.Kind.ROOM:
                 break
-            needed = _asked_room(answer)
+            needed = answer.body["needed"]
+            if not all(isinstance(name, str) and type(size) is int and size >= 0 for name, size in needed.items()):
+                raise wire.Malformed(f"room {str(needed)[:80]}")
         result = wire.unpack(self._expect(answer, wire.Kind.RESULT)["result"], memory.take)
         if index is not None:
             torch.cuda.current_stream(index).synchronize()  # the next call writes over the arena
@@ -318,13 +320,6 @@ def _packed(value: Any, bumps: dict[str, Any]) -> Any:
         return wire.pack(value, lambda item: bumps[home(item)].put(item))
     except wire.Unsendable as error:
         raise wire.fault("ISOLATION_UNSUPPORTED", str(error), "tensors, numbers, words and tuples of them") from None
-
-
-def _asked_room(answer: wire.Frame) -> dict[str, int]:
-    needed = answer.body["needed"]
-    if not all(isinstance(name, str) and type(size) is int and size >= 0 for name, size in needed.items()):
-        raise wire.Malformed(f"room {str(needed)[:80]}")
-    return dict(needed)
 
 
 def _raised(body: dict[str, Any]) -> wire.ChildError:

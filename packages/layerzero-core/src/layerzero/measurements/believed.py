@@ -39,10 +39,8 @@ _SPREADS = 2.0  # a time is moved by no more: nearly all calls took less than th
 
 def platform_of(device: DeviceSpec) -> Platform:
     """The platform that measurements taken on this device, now, belong to."""
-    if device.sm_version is not None:
-        family = f"sm{device.sm_version}"
-    else:
-        family = f"{device.device_type}-{device.vendor}"
+    sm = device.sm_version
+    family = f"{device.device_type}-{device.vendor}" if sm is None else f"sm{sm}"
     runtime = device.cuda_version or device.rocm_version or ""
     threads = _threads() if device.device_type == "cpu" else 0
     return Platform(

@@ -171,6 +171,7 @@ def compare(actual: Tensor, expected: Tensor, tol: Tolerance) -> ErrorReport:
         counted = max(int(finite.sum()), 1)
     # Counted, not averaged: CUDA takes a mean as the sum times 1/n, and 1012 hits of 1012 are then less than all.
     hit_ratio = int(hits.count_nonzero()) / hits.numel()
+    top, places = (found.tolist() for found in shown.flatten().topk(min(_TOP, shown.numel())))
     return ErrorReport(
         nan_count == 0 and inf_count == 0 and hit_ratio >= tol.hit_ratio,
         tol,
@@ -186,7 +187,7 @@ def compare(actual: Tensor, expected: Tensor, tol: Tolerance) -> ErrorReport:
         used=share.max().item() if tol.hit_ratio == 1.0 else (1.0 - hit_ratio) / (1.0 - tol.hit_ratio),
         nan_mismatches=nan_count,
         inf_mismatches=inf_count,
-        worst=_worst(a, e, shown),
+        worst=tuple(_spot(a, e, shown, at) for error, at in zip(top, places, strict=True) if error != 0.0),
         first=None if hit_ratio == 1.0 else _spot(a, e, shown, int((~hits).flatten().int().argmax())),
     )
 
@@ -248,11 +249,6 @@ def _cosine(a: Tensor, e: Tensor) -> float:
     if norms == 0.0:
         return 1.0 if torch.equal(a, e) else 0.0
     return float(torch.dot(a, e).item() / norms)
-
-
-def _worst(a: Tensor, e: Tensor, gap: Tensor) -> tuple[ErrorLocation, ...]:
-    values, flat = gap.flatten().topk(min(_TOP, gap.numel()))
-    return tuple(_spot(a, e, gap, at) for error, at in zip(values.tolist(), flat.tolist(), strict=True) if error != 0.0)
 
 
 def _spot(a: Tensor, e: Tensor, gap: Tensor, position: int) -> ErrorLocation:

@@ -210,7 +210,12 @@ class PerfDB:
         try:
             return self._twice(lambda: self._connection().execute(query, values).fetchall(), *_UNREADABLE)
         except _UNREADABLE as error:
-            self._note(error)
+            why = reason("CACHE_CORRUPT", f"{self.path.name}: {error}")
+            if isinstance(error, _ForeignFile):
+                why = reason("PERF_FILE_FOREIGN", str(self.path))
+            if why not in self.problems:
+                self.problems = (*self.problems, why)
+                _log.warning("%s", why)
             return []
 
     # -- connections -----------------------------------------------------------------------------
@@ -300,14 +305,6 @@ class PerfDB:
         except OSError:
             return False  # not there, or a matter for SQLite to speak about
         return bool(start) and not is_ours(start) and self.path != user_cache("perf.db")
-
-    def _note(self, error: BaseException) -> None:
-        why = reason("CACHE_CORRUPT", f"{self.path.name}: {error}")
-        if isinstance(error, _ForeignFile):
-            why = reason("PERF_FILE_FOREIGN", str(self.path))
-        if why not in self.problems:
-            self.problems = (*self.problems, why)
-            _log.warning("%s", why)
 
     def _set_aside(self, error: BaseException) -> None:
         """Move the damaged file away and carry over what can still be read from it."""

@@ -47,17 +47,6 @@ def target_of(device: DeviceSpec) -> GPUTarget:
     return GPUTarget("cuda", device.sm_version, 32)
 
 
-def _no_driver(target: GPUTarget) -> SimpleNamespace:
-    """A driver that knows its target and has no device."""
-    return SimpleNamespace(
-        get_current_target=lambda: target,
-        get_current_device=lambda: 0,
-        set_current_device=lambda device: None,
-        get_current_stream=lambda device: 0,
-        get_active_torch_device=lambda: torch.device("meta"),
-    )
-
-
 class _NotLoaded:
     """An extension that was built and not loaded: it needs the CUDA driver."""
 
@@ -107,7 +96,15 @@ def _absent(device: DeviceSpec) -> Iterator[list[Any]]:
             raise NeedsDevice(f"{self.base_fn.__name__} is autotuned over {len(self.configs)} configurations")
         return tuned(self, *args, **words)
 
-    driver.set_active(_no_driver(target_of(device)))
+    target = target_of(device)
+    without_device = SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        set_current_device=lambda device: None,
+        get_current_stream=lambda device: 0,
+        get_active_torch_device=lambda: torch.device("meta"),
+    )
+    driver.set_active(without_device)
     JITFunction.run, Autotuner.run = compile_only, refuse
     try:
         yield kernels

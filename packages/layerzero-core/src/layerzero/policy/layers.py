@@ -194,7 +194,12 @@ def _union(lists: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 def _combine(name: str, stronger: Any, weaker: Any) -> Any:
     """Sub-mappings merge key by key; of anything else the stronger stands. What they forbid adds up."""
     if name == "isolation":
-        return _isolations(_by_backend(stronger), _by_backend(weaker))
+        # The stronger layer says where backends run, a word for all included; what it does not say is how.
+        ours, merged = _by_backend(stronger), _by_backend(weaker)
+        if "*" in ours:
+            for entry in merged.values():
+                entry["mode"] = ours["*"]["mode"]
+        return merged | {backend: {**merged.get(backend, {}), **entry} for backend, entry in ours.items()}
     if name not in GROUPS and name != "hub":
         return stronger
     combined = {**weaker, **stronger}
@@ -211,17 +216,6 @@ def _by_backend(value: Any) -> dict[str, dict[str, Any]]:
         backend: {"mode": "subprocess", **entry} if isinstance(entry, Mapping) else {"mode": entry}
         for backend, entry in given.items()
     }
-
-
-def _isolations(ours: dict[str, dict[str, Any]], theirs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The stronger layer says where backends run, a word for all included; what it does not say is how."""
-    merged = {backend: dict(entry) for backend, entry in theirs.items()}
-    if "*" in ours:
-        for entry in merged.values():
-            entry["mode"] = ours["*"]["mode"]
-    for backend, entry in ours.items():
-        merged[backend] = {**merged.get(backend, {}), **entry}
-    return merged
 
 
 def _policy_fields(settings: Mapping[str, Any]) -> dict[str, Any]:

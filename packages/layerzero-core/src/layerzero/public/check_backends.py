@@ -125,9 +125,8 @@ def _promise(name: str, spec: BackendSpec | None, device: DeviceSpec) -> Check:
     if spec is None or spec.available:
         version = f"{spec.vendor} {spec.vendor_version}, " if spec and spec.vendor_version else ""
         return Check("backends", name, Status.OK, f"{version}available by its metadata (not probed)")
-    if spec.platforms == {Platform.CPU} and device.platform is not Platform.CPU:  # nobody beside a GPU misses it
-        return Check.because("backends", name, Status.SKIP, spec.reasons[0])
-    return Check.because("backends", name, Status.WARN, spec.reasons[0])
+    unmissed = spec.platforms == {Platform.CPU} and device.platform is not Platform.CPU  # beside a GPU
+    return Check.because("backends", name, Status.SKIP if unmissed else Status.WARN, spec.reasons[0])
 
 
 def judge_probe(name: str, spec: BackendSpec | None, record: PluginRecord, result: ProbeResult) -> Check:
@@ -169,13 +168,10 @@ def _not_available(name: str, promised: bool, record: PluginRecord, result: Prob
     fix = status.fix or why.hint
     if why.code in (ReasonCode.BACKEND_PROBE_CRASHED, ReasonCode.BACKEND_PROBE_TIMEOUT):
         fix = f"{why.hint}, or set LAYERZERO_PLUGINS_DENY={record.name}"
-    if not promised:
-        return Check.because("backends", name, Status.WARN, why, fix)
-    hardware = all(item.category is ReasonCategory.HARDWARE for item in status.reasons)
     # Nothing depends on these.
-    if why.code in (ReasonCode.BACKEND_STUB, ReasonCode.ACCEL_NOT_BUILT, ReasonCode.ACCEL_UNFIT):
+    if not promised or why.code in (ReasonCode.BACKEND_STUB, ReasonCode.ACCEL_NOT_BUILT, ReasonCode.ACCEL_UNFIT):
         return Check.because("backends", name, Status.WARN, why, fix)
-    if status.reasons and hardware:
+    if status.reasons and all(item.category is ReasonCategory.HARDWARE for item in status.reasons):
         return Check("backends", name, Status.WARN, f"not usable on this device: {why.message}", why.code, fix)
     # Calls would have believed the metadata: this is what must be known before deployment.
     return Check("backends", name, Status.FAIL, f"{why.message} (its package looks installed)", why.code, fix)

@@ -43,7 +43,10 @@ def readiness(now: Situation, config: Config, production: bool) -> ReadinessRepo
     else:
         checks += [*_kernels(now, world, policy), *_hub(now, policy)]
     selection, hot = state.cache.stats().to_json(), len(now.world.hot)
-    checks += [_caches(selection, hot), table(now, world)]
+    asked = selection["hits"] + selection["misses"]
+    rate = f", {selection['hits'] / asked:.0%} hits of {asked}" if asked else ", not asked yet"
+    filled = f"{selection['entries']} of {selection['max_entries']} entries{rate}; {hot} hot"
+    checks += [Check("caches", "selection", Status.OK, filled), table(now, world)]
     if production:
         checks += _production(now, world, policy)
     caches = {"selection": selection, "hot_entries": hot, "counters": state.counters.to_json()}
@@ -313,13 +316,6 @@ def table(now: Situation, world: World, group: str = "caches") -> Check:
         return Check(group, name, Status.FAIL, message, why.code, why.hint)
     told = f"{len(held.entries)} plans for {held.hardware.device}, hash {held.content_hash[:12]}"
     return Check(group, name, Status.OK, told)
-
-
-def _caches(numbers: Mapping[str, Any], hot: int) -> Check:
-    asked = numbers["hits"] + numbers["misses"]
-    rate = f", {numbers['hits'] / asked:.0%} hits of {asked}" if asked else ", not asked yet"
-    told = f"{numbers['entries']} of {numbers['max_entries']} entries{rate}; {hot} hot"
-    return Check("caches", "selection", Status.OK, told)
 
 
 # -- production --------------------------------------------------------------------------------------------------

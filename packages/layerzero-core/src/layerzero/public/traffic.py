@@ -71,11 +71,16 @@ def calls_of(source: Any, *, device: DeviceSpec | None = None) -> list[tuple[str
 
 
 def _calls(source: Any, device: DeviceSpec | None) -> Iterator[tuple[str, Recorded]]:
+    if isinstance(source, (str, os.PathLike)):
+        path = Path(source)
+        if path.suffix == ".toml":
+            yield from companions.part("grid-files")(path, device)
+            return
+        data = read_mapping(path)
+        recorded = not path.is_dir() and path.name != "config.json" and ("format" in data or "calls" in data)
+        source = load_traffic(path) if recorded else data
     if isinstance(source, Mapping):
         yield from _calls(companions.part("model-calls")(source, device=device), device)
-        return
-    if isinstance(source, (str, os.PathLike)):
-        yield from _calls_of_file(Path(source), device)
         return
     if isinstance(source, Recording):
         source = source.traffic
@@ -87,15 +92,6 @@ def _calls(source: Any, device: DeviceSpec | None) -> Iterator[tuple[str, Record
             raise invalid("TYPE_INVALID", type(item).__name__, expected)
         ctx = call.context
         yield f"{ctx.op} {ctx.dtype} {' '.join(f'{name}={size}' for name, size in ctx.dims)}", call
-
-
-def _calls_of_file(path: Path, device: DeviceSpec | None) -> Iterator[tuple[str, Recorded]]:
-    if path.suffix == ".toml":
-        yield from companions.part("grid-files")(path, device)
-        return
-    data = read_mapping(path)
-    recorded = not path.is_dir() and path.name != "config.json" and ("format" in data or "calls" in data)
-    yield from _calls(load_traffic(path) if recorded else data, device)
 
 
 def manifest(source: Any, *, config: Any = None) -> Manifest:

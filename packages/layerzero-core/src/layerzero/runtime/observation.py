@@ -226,13 +226,9 @@ def structured_logs(
     if not isinstance(chosen, int) or isinstance(chosen, bool):
         raise InvalidInputError(code="VALUE_INVALID", value=f"level={level!r}", limit="DEBUG, INFO, WARNING or ERROR")
     handler = _handler(target)
-    formatter: logging.Formatter
-    if json:
-        formatter = JsonFormatter(redactor)
-    else:
-        formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-        formatter = formatter if redactor is None else RedactingFormatter(formatter, redactor)
-    handler.setFormatter(formatter)
+    words = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    redacted = words if redactor is None else RedactingFormatter(words, redactor)
+    handler.setFormatter(JsonFormatter(redactor) if json else redacted)
     handler.setLevel(chosen)
     logger = logging.getLogger("layerzero")
     before = logger.level

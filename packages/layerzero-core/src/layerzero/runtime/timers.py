@@ -216,7 +216,10 @@ class Watchdog:
             key = (me(), next(numbers))
             under_way[key] = (clock() + limit, limit, kernel)
             if self._thread is None:
-                self._begin()
+                with self._lock:
+                    if self._thread is None:
+                        self._thread = threading.Thread(target=self._look, name="layerzero-watchdog", daemon=True)
+                        self._thread.start()
             try:
                 return run(*args)
             finally:
@@ -226,12 +229,6 @@ class Watchdog:
                     _log.warning("%s has come back after its deadline of %g s", kernel.kernel_id, limit)
 
         return seen
-
-    def _begin(self) -> None:
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._look, name="layerzero-watchdog", daemon=True)
-                self._thread.start()
 
     def _look(self) -> None:
         idle = 0

@@ -141,13 +141,12 @@ class Outcome:
     reason: Reason | None = None
 
     def to_json(self) -> dict[str, Any]:
-        why = None if self.reason is None else self.reason.to_json()
         return {
             "kernel_id": self.artifact[0],
             "key": list(self.artifact[1][2:]),
             "critical": self.critical,
             "seconds": round(self.seconds, 3),
-            "reason": why,
+            "reason": None if self.reason is None else self.reason.to_json(),
         }
 
 
@@ -383,13 +382,12 @@ def _bind(ctx: Context) -> int:
     world = state.world
     try:
         decision = decide(world.ops[ctx.op], ctx, world)
-        if not decision.chosen:
-            return 0
-        bind(world.ops[ctx.op], decision, world)
+        if decision.chosen:
+            bind(world.ops[ctx.op], decision, world)
+            return 1
     except LayerZeroError as error:
         _log.warning("%s cannot be made ready: %s", ctx.op, error)
-        return 0
-    return 1
+    return 0
 
 
 def _call(hooks: Iterable[Any], items: Iterable[Item]) -> None:

@@ -90,10 +90,7 @@ class Histogram:
     def read(self) -> tuple[list[int], float]:
         """Counts up to each bound and beyond the last, adding up; and the sum of all durations."""
         with self._lock:
-            counts, total = list(self._counts), self._sum
-        for place in range(1, len(counts)):
-            counts[place] += counts[place - 1]
-        return counts, total
+            return list(itertools.accumulate(self._counts)), self._sum
 
     def quantile(self, share: float) -> float | None:
         """The bound below which this share of the durations lies; None before the first."""
@@ -174,20 +171,17 @@ class Events:
         here.done.append(made)
         if not here.open:
             tree, here.done = tuple(reversed(here.done)), []
-            self._hand(tree)
+            for sink in tuple(self._sinks):
+                try:
+                    sink(tree)
+                except Exception as problem:
+                    if from_outside(problem):
+                        raise
+                    _log.exception("a telemetry sink raised")
 
     def tell(self, kind: str, duration: float = 0.0, error: str = "", **attributes: Any) -> None:
         """Something that is over already, and took `duration` seconds."""
         self.end(self.begin(), kind, int(duration * 1e9), attributes, error)
-
-    def _hand(self, tree: tuple[Event, ...]) -> None:
-        for sink in tuple(self._sinks):
-            try:
-                sink(tree)
-            except Exception as error:
-                if from_outside(error):
-                    raise
-                _log.exception("a telemetry sink raised")
 
     def reset(self) -> None:
         """Forget the counts; sinks stay. For tests."""

@@ -77,19 +77,14 @@ def symbols_of(args: Sequence[Any]) -> dict[Any, tuple[int, int, int]]:
         for symbol in env.replace(node.expr).free_symbols:
             if symbol in found:
                 continue
-            hint = _hint_of(env, symbol)
+            # Renamed between releases of torch; the old name warns.
+            hints = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
+            if symbol not in hints:
+                raise Unknown(str(symbol))
             known = env.var_to_range.get(symbol)
             low, high = (2, _LONGEST) if known is None else (_bounded(known.lower), _bounded(known.upper))
-            found[symbol] = (hint, low, high)
+            found[symbol] = (int(hints[symbol]), low, high)
     return found
-
-
-def _hint_of(env: Any, symbol: Any) -> int:
-    # Renamed between releases of torch; the old name warns.
-    table = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
-    if symbol not in table:
-        raise Unknown(str(symbol))
-    return int(table[symbol])
 
 
 def _bounded(limit: Any) -> int:

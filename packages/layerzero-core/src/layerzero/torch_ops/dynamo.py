@@ -161,20 +161,16 @@ def _ask(ctx: Any) -> None:
             grad,
         )
         if question.op == "attention" and len(question.args) == 11:
-            _here.call = _spell(question)
+            query, key, value, mask, _, causal, scale, window, softcap, slopes, _ = question.args
+            word = next(word for word, flag in CAUSAL.items() if flag == causal)
+            tensors, layout = (query, key, value, mask, slopes), question.layout or "BHSD"
+            _here.call = sites.spelled(tensors, word, scale, layout, window, softcap, question.backend)
         with unset_fake_temporarily():
             _here.answer = basis.answer(question, lambda: basis.basis_of(graph, _guard))
     except _GIVES_UP as error:
         if getattr(error, "code", None) == "DTYPE_MIXED":
             _here.answer = ""  # the opaque op refuses it when it runs, as an eager call does
         basis._log.debug("a call cannot be decided while it is traced", exc_info=True)
-
-
-def _spell(question: basis.Question) -> str:
-    query, key, value, mask, _, causal, scale, window, softcap, slopes, _ = question.args
-    word = next(word for word, flag in CAUSAL.items() if flag == causal)
-    tensors = (query, key, value, mask, slopes)
-    return sites.spelled(tensors, word, scale, question.layout or "BHSD", window, softcap, question.backend)
 
 
 # Whatever a release of torch names differently: the opaque op is always right.

@@ -21,14 +21,7 @@ def register() -> None:
     ops = library.namespace()
     for names, formula in _FORMULAS.items():
         targets = [getattr(ops, name) for name in names]
-        register_flop_formula(targets, get_raw=True)(_counted(formula))
-
-
-def _counted(formula: _Formula) -> _Formula:
-    def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        return formula(*args)
-
-    return count
+        register_flop_formula(targets, get_raw=True)(lambda *args, formula=formula, **_: formula(*args))
 
 
 def _products(tokens: int, heads: int, keys: int, key: Tensor, value: Tensor) -> int:

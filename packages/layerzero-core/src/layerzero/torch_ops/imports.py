@@ -52,18 +52,15 @@ class _Finder(MetaPathFinder):
             return None
         self._here.asking = True
         try:
-            return self._wrapped(fullname, path, target)
+            for finder in tuple(sys.meta_path):
+                found = None if finder is self else finder.find_spec(fullname, path, target)
+                if found is not None:
+                    if found.loader is not None:
+                        self._announce(found)
+                    return found
+            return None
         finally:
             self._here.asking = False
-
-    def _wrapped(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> Any:
-        for finder in tuple(sys.meta_path):
-            found = None if finder is self else finder.find_spec(fullname, path, target)
-            if found is not None:
-                if found.loader is not None:
-                    self._announce(found)
-                return found
-        return None
 
     def _announce(self, spec: Any) -> None:
         """Put another loader in place for the module's first execution, which leaves no trace in the module."""

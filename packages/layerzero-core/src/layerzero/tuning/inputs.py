@@ -98,8 +98,11 @@ class Draw:
         found = self.normal(*shape, dtype=self.dtype(place), scale=self.choice("magnitude", 1.0))
         if odd or self.ctx.strides.order == "swapped" or self.ctx.strides.last != 1:
             found = self.laid(found, axis)
-        if not self.ctx.aligned_pointers:
-            found = _shifted(found)
+        if not self.ctx.aligned_pointers:  # the same, its first element not at a multiple of 16 bytes
+            steps = found.stride()
+            size = 1 + sum((n - 1) * step for n, step in zip(found.shape, steps, strict=True) if n > 0)
+            view = found.new_zeros(size + 1).as_strided(found.shape, steps, 1)
+            found = view if 0 in steps else view.copy_(found)
         return self.leaf(found)
 
     def laid(self, tensor: Tensor, axis: int = -2) -> Tensor:
@@ -212,16 +215,6 @@ def _sliced(tensor: Tensor, aligned: bool, axis: int) -> Tensor:
     wide = tensor.new_zeros(shape)
     view = wide.narrow(axis, 0, tensor.shape[axis])
     view.copy_(tensor)
-    return view
-
-
-def _shifted(tensor: Tensor) -> Tensor:
-    """The same, its first element not at a multiple of 16 bytes."""
-    size = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True) if n > 0)
-    flat = tensor.new_zeros(size + 1)
-    view = flat.as_strided(tensor.shape, tensor.stride(), 1)
-    if 0 not in tensor.stride():
-        view.copy_(tensor)
     return view
 
 
