@@ -30,9 +30,18 @@ from layerzero.runtime.state import state
 
 # The libraries by their import names, and the distributions that bring those that are not called like them.
 _LIBRARIES = (
-    "torch", "triton", "flash_attn", "flash_attn_3", "flash_attn_4", "flashinfer", "xformers", "liger_kernel",
-    "transformers", "pytest", "hypothesis",
-)  # fmt: skip
+    "torch",
+    "triton",
+    "flash_attn",
+    "flash_attn_3",
+    "flash_attn_4",
+    "flashinfer",
+    "xformers",
+    "liger_kernel",
+    "transformers",
+    "pytest",
+    "hypothesis",
+)
 _BROUGHT_BY = {"triton": ("triton", "pytorch-triton"), "flashinfer": ("flashinfer-python",)}
 _FLOORS = {"python": ">=3.11", "torch": ">=2.10"}
 # The minor releases that our tests have run on; docs/compatibility.toml says which patches.
