@@ -35,12 +35,21 @@ def test_a_worker_writes_its_choices_and_explain_prints_them(reports):
     assert as_json["workers"][0]["choices"][0]["winner"] == OURS
 
 
-def test_a_kernel_that_is_set_aside_is_written_at_the_next_step_and_shown(reports, monkeypatch):
+def test_the_first_step_of_each_kind_is_written_at_once(reports):
     mine = Report()
     mine.changed()
     (file,) = reports.glob("*.json")
+    for phase, told in (("prefill", {"prefill": 1}), ("decode", {"prefill": 1, "decode": 1})):
+        mine.step(phase)
+        assert json.loads(file.read_text())["steps"] == told
     mine.step("decode")
-    assert json.loads(file.read_text())["steps"] == {}  # nothing new, and the file is young
+    assert json.loads(file.read_text())["steps"] == told  # nothing new, and the file is young
+
+
+def test_a_kernel_that_is_set_aside_is_written_at_the_next_step_and_shown(reports, monkeypatch):
+    mine = Report()
+    mine.step("decode")
+    (file,) = reports.glob("*.json")
     monkeypatch.setattr(report, "breakers", lambda: {"cpu.paged_attention.flash": "open: RuntimeError: broke"})
     mine.step("decode")
     data = json.loads(file.read_text())

@@ -1,7 +1,7 @@
 """What each worker chose and how it fares, as a JSON file of its own that `lz vllm explain` reads.
 
 The files lie in LAYERZERO_VLLM_REPORTS, by default a folder of the user's cache. A worker writes its file when the
-choices are made, when the health of a kernel changes, and about every ten seconds while it serves.
+choices are made, at the first step of each kind, when a kernel's health changes, and about every ten seconds of serving.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Report:
     _blocked: tuple[str, ...] = field(default=(), repr=False)
 
     def step(self, phase: str) -> None:
-        """Count a step; write where a kernel's health has changed, or the file has grown old."""
+        """Count a step; write where it is the first of its kind, a kernel's health has changed, or the file is old."""
         self.steps[phase] += 1
-        now = time.monotonic()
-        if now - self._written > PERIOD_S or tuple(breakers()) != self._blocked:
+        old = time.monotonic() - self._written > PERIOD_S
+        if old or self.steps[phase] == 1 or tuple(breakers()) != self._blocked:
             self.changed()
 
     def changed(self) -> None:
