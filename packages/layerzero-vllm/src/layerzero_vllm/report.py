@@ -1,7 +1,7 @@
 """What each worker chose and how it fares, as a JSON file of its own that `lz vllm explain` reads.
 
 The files lie in LAYERZERO_VLLM_REPORTS, by default a folder of the user's cache. A worker writes its file when the
-choices are made, at the first step of each kind, when a kernel's health changes, and about every ten seconds of serving.
+choices are made, at the first step of each kind, when a kernel changes its health, and about every ten seconds of use.
 """
 
 from __future__ import annotations
