@@ -260,7 +260,11 @@ def main() -> int:
     complete = {}
 
     def say(text: str) -> None:
-        print(f"\r{text[:100]:<100}", end="", file=sys.stderr, flush=True)
+        """One line that changes in a terminal, a line for each text elsewhere."""
+        if sys.stderr.isatty():
+            print(f"\r{text[:100]:<100}", end="", file=sys.stderr, flush=True)
+        elif text:
+            print(text, file=sys.stderr, flush=True)
 
     def bucket(ctx: Any) -> str:
         return bucket_of(ctx, state.world.ops[ctx.op].growing)
