@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +25,7 @@ from layerzero.errors import (
 from layerzero.health.breaker import BreakerPhase
 from layerzero.runtime.state import state
 from tools import faulty_plugins as faults
+from tools.threads import wait_until
 
 X = torch.linspace(-1, 1, 24).reshape(3, 8)
 W = torch.ones(8)
@@ -35,13 +34,6 @@ REFERENCE = "reference.rms_norm.plain"
 
 def boom(*args: Any) -> Any:
     raise AssertionError("must not run")
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.005)
 
 
 def phase(kernel_id: str) -> BreakerPhase:

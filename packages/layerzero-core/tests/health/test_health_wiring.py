@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,16 +36,10 @@ from layerzero.runtime.state import state
 from layerzero.runtime.timers import watchdog
 from layerzero_cli.root import cli
 from tools import faulty_plugins as faults
+from tools.threads import wait_until
 
 X, W = torch.linspace(-1, 1, 24).reshape(3, 8), torch.ones(8)
 OPEN, HALF_OPEN, CLOSED = BreakerPhase.OPEN, BreakerPhase.HALF_OPEN, BreakerPhase.CLOSED
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def phase(name: str, kind: str = "kernels") -> BreakerPhase:

@@ -56,6 +56,9 @@ class PagedBatch:
     _looked_at: Any = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self._count()
+
+    def _count(self) -> None:
         contexts, queries = self.context_lens_host, self.query_lens_host
         object.__setattr__(self, "batch_size", len(contexts))
         object.__setattr__(self, "total_q", sum(queries))
@@ -92,7 +95,7 @@ class PagedBatch:
             self.query_lens.copy_(fresh.query_lens)
         object.__setattr__(self, "context_lens_host", fresh.context_lens_host)
         object.__setattr__(self, "query_lens_host", fresh.query_lens_host)
-        self.__post_init__()
+        self._count()
         for plan in self.plans.values():
             plan.replan(self)
 
