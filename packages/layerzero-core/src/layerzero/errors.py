@@ -40,6 +40,30 @@ from typing import Any
 
 from layerzero.reasons import Reason, ReasonCode, reason
 
+__all__ = [
+    "BackendNotAvailableError",
+    "CacheCorruptionError",
+    "CapabilitiesError",
+    "ConfigurationError",
+    "CudaGraphUnsafeError",
+    "DeviceLostError",
+    "DispatchTableError",
+    "DistributedError",
+    "InvalidInputError",
+    "KernelExecutionError",
+    "LayerZeroError",
+    "LayerZeroWarning",
+    "LockedKernelError",
+    "NoKernelFoundError",
+    "PackageMissingError",
+    "PlanMismatchError",
+    "PluginError",
+    "PolicyValidationError",
+    "SelectionTimeoutError",
+    "TuningError",
+    "UnknownNameError",
+]
+
 
 class LayerZeroWarning(UserWarning):
     """Something was decided for the caller that the caller should say explicitly."""
@@ -178,13 +202,6 @@ class DistributedError(LayerZeroError, code="RANK_DISAGREEMENT"):
 
 class CacheCorruptionError(LayerZeroError, code="CACHE_CORRUPT"):
     """A stored cache failed its check."""
-
-
-__all__ = [
-    name
-    for name, item in vars().copy().items()
-    if isinstance(item, type) and issubclass(item, (LayerZeroError, LayerZeroWarning))
-]
 
 
 # -- warnings that are errors ------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def _absent(device: DeviceSpec) -> Iterator[list[Any]]:
         return tuned(self, *args, **words)
 
     target = target_of(device)
-    without_device = SimpleNamespace(
+    without_device: Any = SimpleNamespace(
         get_current_target=lambda: target,
         get_current_device=lambda: 0,
         set_current_device=lambda device: None,
