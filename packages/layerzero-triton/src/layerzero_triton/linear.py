@@ -95,8 +95,8 @@ def dynamic(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: st
     numbers, constants = (k // unit, rows.stride(0) // unit, m, blocks), (wide, next_power(blocks), unit)
     _encode((m, 1, 1), (rows, codes, scales), numbers, constants, max(4, min(16, wide // 1024)))
     held = source.scale.t() if source.scale.dim() == 2 else source.scale.expand(1, n)
-    out = torch._scaled_mm(codes, source.data.t(), scales.t(), held.contiguous(), out_dtype=x.dtype)
-    return _activated(out if bias is None else out + bias, activation).view(*x.shape[:-1], n)
+    out = torch._scaled_mm(codes, source.data.t(), scales.t(), held.contiguous(), bias=bias, out_dtype=x.dtype)
+    return _activated(out, activation).view(*x.shape[:-1], n)
 
 
 def _rows(item: Tensor) -> Tensor:

@@ -176,8 +176,8 @@ def fp8_rowwise(x: Tensor, weight: Weight, bias: Tensor | None, activation: str 
     source = _source(weight)
     codes, row_scale = _quantized_rows(x, source.fmt)
     channel = _row_scale(source).reshape(1, -1)
-    out = torch._scaled_mm(codes, source.data.t(), row_scale, channel, out_dtype=torch.bfloat16)
-    return _finished(out, bias, activation, x)
+    out = torch._scaled_mm(codes, source.data.t(), row_scale, channel, bias=bias, out_dtype=torch.bfloat16)
+    return _finished(out, None, activation, x)
 
 
 def _source(weight: Weight) -> QuantizedTensor:
