@@ -243,6 +243,23 @@ def test_what_is_compiled_lies_below_our_cache_and_is_found_there_again(tmp_path
     assert len(kept()) == 2, "another kernel is"
 
 
+EARLY = ("rms", "add_rms", "rope", "few_rows", "paged")
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_kernels_of_decode_steps_wait_for_the_one_in_front_where_they_are_launched_early(name, tmp_path, monkeypatch):
+    """Launched so on SM 9.0 alone; what is read or written comes after the wait."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for made in build(name, "sm_90"):
+        assert made.metadata.launch_pdl
+        first = next(
+            line for line in made.asm["ptx"].splitlines() if re.search(r"griddep.*wait|(ld|st)\.global|cp\.async", line)
+        )
+        assert "griddepcontrol.wait" in first
+    for made in build(name, "sm_80"):
+        assert not made.metadata.launch_pdl and "griddepcontrol" not in made.asm["ptx"]
+
+
 # Four-bit codes are taken apart by NVIDIA's instructions; their kernels are declared for it alone.
 ON_NVIDIA = {"mxfp4": "sm_", "four_bit_rows": "sm_", "eight_bit_codes": ("sm_90", "sm_100")}
 PAIRS = [(name, place) for name in KERNELS for place in TARGETS if place.startswith(ON_NVIDIA.get(name, ""))]

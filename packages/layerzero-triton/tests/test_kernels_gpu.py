@@ -486,6 +486,37 @@ def test_capture_and_replay():
     replayed(lambda: experts.moe(x, *given), x)
 
 
+def test_a_kernel_launched_before_the_last_one_has_ended_reads_what_that_wrote():
+    """Decode steps are chains of short kernels, each launched while the one in front of it runs."""
+    from layerzero_triton import few_rows, norm, rope
+
+    x, w = made(1, 2048, dtype=torch.bfloat16), made(2048, dtype=torch.bfloat16)
+    weights = [made(2048, 2048, dtype=torch.bfloat16, scale=2048**-0.5) for _ in range(3)]
+    blocks = [(made(8192, 2048, dtype=torch.bfloat16, scale=0.02), made(2048, 4096, dtype=torch.bfloat16, scale=0.02))]
+    cos, sin = made(1, 64), made(1, 64)
+
+    def chain(between):
+        h = x
+        for weight in weights * 8:
+            h, _ = norm.add_rms_norm(few_rows.linear(h, weight, None, None), h, w, 1e-6)
+            between()
+            heads, _ = rope.rope(h.view(1, 16, 1, 128), None, cos, sin, False, "BHSD", None, False)
+            between()
+            h = norm.rms_norm(few_rows.mlp(heads.reshape(1, 2048), *blocks[0], None, "silu", None, None, None), w, 1e-6)
+            between()
+        return h
+
+    want = chain(torch.cuda.synchronize)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = chain(lambda: None)
+    for _ in range(50):
+        assert torch.equal(chain(lambda: None), want)
+        kept.zero_()
+        graph.replay()
+        assert torch.equal(kept, want)
+
+
 def test_the_second_launch_of_a_shape_does_not_go_through_triton():
     from layerzero_triton import norm
     from layerzero_triton.kernels.launch import plain_launches

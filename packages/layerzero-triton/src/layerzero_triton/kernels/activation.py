@@ -3,8 +3,24 @@
 Sizes and steps come in units of UNIT elements, see `norm`.
 """
 
+import contextlib
+
 import triton
 import triton.language as tl
+
+with contextlib.suppress(ImportError):  # a Triton for other devices alone
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def wait_for_previous(EARLY: tl.constexpr):
+    """First in a kernel that may be launched before the one in front of it has ended, see `launch.early`.
+
+    The kernel behind it may be launched from here on; what the one in front has written is there afterwards.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

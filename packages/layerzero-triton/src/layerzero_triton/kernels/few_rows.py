@@ -8,7 +8,7 @@ units of UNIT elements, see `norm`.
 import triton
 import triton.language as tl
 
-from layerzero_triton.kernels.activation import _gate
+from layerzero_triton.kernels.activation import _gate, wait_for_previous
 from layerzero_triton.kernels.dequant import WIDE_E2M1_ASM, WIDE_INT4_ASM, halves, power_of_two
 
 
@@ -17,11 +17,13 @@ def single(
     x, weight, scale, bias, out, n: tl.int32, k: tl.int32, w_step: tl.int64,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, UNIT: tl.constexpr, BIAS: tl.constexpr,
     GATED: tl.constexpr, KIND: tl.constexpr, FOUR: tl.constexpr, PER: tl.constexpr, ASM: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """One row of x: products in float32, added up at the end.
 
     FOUR, "int4" or "e2m1": the weight holds two codes a byte, with a scale for each PER columns; blocks are whole.
     """
+    wait_for_previous(EARLY)
     k *= UNIT
     w_step *= UNIT
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -85,9 +87,10 @@ def single(
 def several(
     x, weight, out, m: tl.int32, n: tl.int32, k: tl.int32, x_step: tl.int64, w_step: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, UNIT: tl.constexpr,
-    KIND: tl.constexpr,
+    KIND: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """At most BLOCK_M rows of x through gate and up on tensor cores: the weight is the left side of the product."""
+    wait_for_previous(EARLY)
     k *= UNIT
     x_step *= UNIT
     w_step *= UNIT

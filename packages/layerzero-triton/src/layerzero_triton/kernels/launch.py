@@ -96,7 +96,7 @@ def prepare(launches: Sequence[Launch], device: torch.device) -> None:
             kinds = (None if tensor is None else tensor.dtype for tensor in launch.tensors)
             launch.kernel.warmup(
                 *kinds, *launch.numbers, *launch.constants, grid=(1, 1, 1), num_warps=launch.warps,
-                num_stages=launch.stages,
+                num_stages=launch.stages, **early(launch.kernel, triton.runtime.driver.active.get_current_target()),
             )  # fmt: skip
 
 
@@ -120,6 +120,15 @@ def assembling() -> bool:
     return not interpreting() and torch.version.hip is None
 
 
+def early(kernel: Any, target: Any) -> dict[str, bool]:
+    """What Triton is told of a kernel that may be launched before the one in front of it has ended.
+
+    Its last constant is EARLY: with it the kernel itself waits (`wait_for_previous`), which SM 9.0 and newer can.
+    """
+    able = kernel.arg_names[-1] == "EARLY" and target.backend == "cuda" and target.arch >= 90
+    return {"EARLY": True, "launch_pdl": True} if able else {}
+
+
 def sm_count(device: torch.device) -> int:
     """Multiprocessors of a device; 1 under the interpreter."""
     if device.type != "cuda":
@@ -137,6 +146,7 @@ class Launcher:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.name: str = getattr(kernel, "__name__", "kernel")
+        self._extra = (True,) if kernel.arg_names[-1] == "EARLY" else ()
         self._ready: dict[Any, Callable[..., None]] = {}
         self._lock = threading.Lock()
 
@@ -181,7 +191,7 @@ class Launcher:
             compiled = self._through_triton(grid, tensors, numbers, constants, warps, stages)
             if compiled is not None:
                 with self._lock:
-                    self._ready[key] = _bound(compiled)
+                    self._ready[key] = _bound(compiled, self._extra)
             return
         run(grid, _stream_of(index), (*pointers, *numbers, *constants))
 
@@ -230,25 +240,26 @@ class Launcher:
         plain_launches[0] += 1
         if first.device.type == "cpu":
             return self.kernel[grid](*tensors, *numbers, *constants)
+        words = early(self.kernel, triton.runtime.driver.active.get_current_target())
         with cache.scoped():
-            return self.kernel[grid](*tensors, *numbers, *constants, num_warps=warps, num_stages=stages)
+            return self.kernel[grid](*tensors, *numbers, *constants, num_warps=warps, num_stages=stages, **words)
 
 
-def _bound(compiled: Any) -> Callable[[tuple[int, int, int], int, tuple[Any, ...]], None]:
-    """A function that launches a compiled kernel."""
+def _bound(compiled: Any, extra: tuple[Any, ...]) -> Callable[[tuple[int, int, int], int, tuple[Any, ...]], None]:
+    """A function that launches a compiled kernel; `extra` stands for arguments that it does not read."""
     if not _direct:
-        return lambda grid, stream, args: compiled[grid](*args, stream=stream)
+        return lambda grid, stream, args: compiled[grid](*args, *extra, stream=stream)
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
     if type(run).__name__ == "CudaLauncher" and not (run.global_scratch_size or run.profile_scratch_size):
         # the C function behind it; what stands between them serves kernels that need scratch memory
         enter, together, early = run.launch, run.launch_cooperative_grid, run.launch_pdl
 
         def straight(grid: tuple[int, int, int], stream: int, args: tuple[Any, ...]) -> None:
-            enter(*grid, stream, function, together, early, None, None, packed, None, None, None, *args)
+            enter(*grid, stream, function, together, early, None, None, packed, None, None, None, *args, *extra)
 
         return straight
 
     def launch(grid: tuple[int, int, int], stream: int, args: tuple[Any, ...]) -> None:
-        run(grid[0], grid[1], grid[2], stream, function, packed, None, None, None, *args)
+        run(grid[0], grid[1], grid[2], stream, function, packed, None, None, None, *args, *extra)
 
     return launch

@@ -7,6 +7,8 @@ which lets it load 16 bytes at once, without a compilation for each size.
 import triton
 import triton.language as tl
 
+from layerzero_triton.kernels.activation import wait_for_previous
+
 _NUMBERS = ["rows", "width", "x_step", "residual_step", "eps"]
 
 
@@ -45,6 +47,7 @@ def forward(
     GEMMA: tl.constexpr,
     DEPTH: tl.constexpr,
     AGAIN: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
     """ROWS rows at a time, each of them whole in registers. out and stream are contiguous.
 
@@ -52,6 +55,7 @@ def forward(
     leave an SM so few programs that its loads do not fill the memory's queue. For one row at a time, of a width that is
     a power of two, without a residual.
     """
+    wait_for_previous(EARLY)
     x_step *= UNIT
     residual_step *= UNIT
     width *= UNIT

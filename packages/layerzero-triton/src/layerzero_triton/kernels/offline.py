@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from layerzero_triton.kernels.launch import Launch
+from layerzero_triton.kernels.launch import Launch, early
 
 _TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.int8: "i8",
@@ -28,7 +28,10 @@ def target(name: str) -> GPUTarget:
 def compile_for(launch: Launch, where: GPUTarget) -> Any:
     """What Triton compiles for a launch whose pointers are aligned to 16 bytes."""
     kernel = launch.kernel
+    options = {"num_warps": launch.warps, "num_stages": launch.stages, **early(kernel, where)}
     values = (*launch.tensors, *launch.numbers, *launch.constants)
+    if len(values) < len(kernel.params):
+        values = (*values, options.pop("EARLY", False))
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     hints: dict[tuple[int, ...], Any] = {}
@@ -42,5 +45,4 @@ def compile_for(launch: Launch, where: GPUTarget) -> Any:
         else:
             signature[parameter.name] = parameter.annotation_type
     source = ASTSource(kernel, signature, constants, hints)
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
     return triton.compile(source, target=where, options=options)

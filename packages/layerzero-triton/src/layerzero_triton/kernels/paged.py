@@ -7,6 +7,8 @@ normalised sum and log-sum-exp; `combine` joins them. Steps come in units of UNI
 import triton
 import triton.language as tl
 
+from layerzero_triton.kernels.activation import wait_for_previous
+
 _NUMBERS = [
     "group", "heads", "splits", "window", "scale", "softcap", "q_t", "q_h", "k_p", "k_t", "k_h", "v_p", "v_t", "v_h",
     "t_b", "s_b",
@@ -22,13 +24,14 @@ def split(
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, LSE: tl.constexpr,
     UNIT: tl.constexpr, TILES: tl.constexpr, SINKS: tl.constexpr,
-    KEYS_SCALED: tl.constexpr, VALUES_SCALED: tl.constexpr, EACH_HEAD: tl.constexpr,
+    KEYS_SCALED: tl.constexpr, VALUES_SCALED: tl.constexpr, EACH_HEAD: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Program (KV head and tile of its queries, split, sequence). With one split `out` is the result itself.
 
     out is [sequences, heads, splits, DIM] and sums, the log-sum-exp, [sequences, heads, splits], both contiguous. The
     first split begins with the sinks: a score without a value. EACH_HEAD: the scales are one for each KV head.
     """
+    wait_for_previous(EARLY)
     q_t, q_h = q_t * UNIT, q_h * UNIT
     k_p, k_t, k_h = k_p * UNIT, k_t * UNIT, k_h * UNIT
     v_p, v_t, v_h = v_p * UNIT, v_t * UNIT, v_h * UNIT
@@ -110,9 +113,10 @@ def split(
 @triton.jit(do_not_specialize=["splits"])
 def combine(
     parts, sums, out, lse, splits: tl.int32, DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    LSE: tl.constexpr,
+    LSE: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Join the splits of one query head, at most BLOCK_S: weights exp(lse), in a fixed order."""
+    wait_for_previous(EARLY)
     place = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, BLOCK_S)
     column = tl.arange(0, BLOCK_D)

@@ -6,6 +6,8 @@ A program turns some tokens of some heads of one sequence. Steps come in units o
 import triton
 import triton.language as tl
 
+from layerzero_triton.kernels.activation import wait_for_previous
+
 _NUMBERS = [
     "seq", "heads_q", "heads_k", "table_rows", "q_b", "q_h", "q_s", "k_b", "k_h", "k_s", "oq_b", "oq_h", "oq_s",
     "ok_b", "ok_h", "ok_s", "t_b", "t_s", "p_b", "p_s",
@@ -91,11 +93,13 @@ def rotate(
     DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, TOKENS: tl.constexpr,
     HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr, PICKED: tl.constexpr, WITH_K: tl.constexpr,
     COPY: tl.constexpr, UNIT: tl.constexpr, BACKWARD: tl.constexpr, HEADS_FIRST: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Program (block of tokens and of heads, sequence); the heads of q come first, then those of k.
 
     Blocks that are neighbours in memory run next to each other: heads of a token, or tokens of a head.
     """
+    wait_for_previous(EARLY)
     HALF: tl.constexpr = ROTARY // 2
     q_b, q_h, q_s, oq_b, oq_h, oq_s = q_b * UNIT, q_h * UNIT, q_s * UNIT, oq_b * UNIT, oq_h * UNIT, oq_s * UNIT
     k_b, k_h, k_s, ok_b, ok_h, ok_s = k_b * UNIT, k_h * UNIT, k_s * UNIT, ok_b * UNIT, ok_h * UNIT, ok_s * UNIT
