@@ -127,6 +127,37 @@ def test_the_short_forms_draw_as_the_long_one(backend):
         assert torch.equal(found, lz.sample(logits, temperature=0.7, **filters, generator=seeded(), backend=backend))
 
 
+@pytest.mark.req("R-API-06", "R-API-07")
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+@pytest.mark.parametrize("name", ["top_k", "top_p"])
+def test_the_short_forms_draw_from_the_best_tokens_as_often_as_the_definition_says(name, backend):
+    short, given = {"top_k": (lz.sample_topk, 7), "top_p": (lz.sample_topp, 0.7)}[name]
+    logits = randn(2, 30, seed=9).repeat(10_000, 1)
+    tokens = short(logits, given, temperature=0.8, generator=seeded(1), backend=backend)
+    assert tokens.shape == (20_000,)
+    for row in range(2):
+        probs = torch.tensor(oracle(logits[row].tolist(), *FILTERS[name]))
+        assert 1 < int((probs > 0).sum()) < 30
+        assert chi_square(counts_of(tokens[row::2], 30), probs) > UNLIKELY
+
+
+@pytest.mark.req("R-API-06", "R-API-07")
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+def test_the_short_forms_take_a_number_for_each_row(backend):
+    logits = randn(1, 40, seed=3).repeat(400, 1)
+    ks, ps = torch.tensor([1, 3, 10, 40]).repeat(100), torch.tensor([0.1, 0.4, 0.8, 1.0]).repeat(100)
+    drawn = {
+        "top_k": (ks, lz.sample_topk(logits, ks, generator=seeded(2), backend=backend)),
+        "top_p": (ps, lz.sample_topp(logits, ps, generator=seeded(2), backend=backend)),
+    }
+    for name, (given, tokens) in drawn.items():
+        for row in range(4):
+            kept = torch.tensor(oracle(logits[0].tolist(), **{name: given[row].item()})) > 0
+            assert kept[tokens[row::4]].all(), (name, row)
+        widest = tokens[3::4].unique().numel()
+        assert tokens[0::4].unique().numel() < widest and widest > 5
+
+
 def test_a_sampler_with_another_temperature_is_noticed():
     logits = randn(1, 30, seed=9)
     tokens = lz.sample(logits.expand(20_000, -1), temperature=1.1, generator=seeded(1))
