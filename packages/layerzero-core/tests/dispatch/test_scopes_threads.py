@@ -50,6 +50,7 @@ def test_scopes_nest_and_end(three: Any) -> None:
     assert winner(three) == A
 
 
+@pytest.mark.req("R-API-14")
 def test_a_scope_ends_when_an_error_leaves_it(three: Any) -> None:
     with pytest.raises(KeyError), lz.prefer(B):
         raise KeyError

@@ -52,7 +52,7 @@ def write(path: Path, text: str) -> None:
 
 
 # -- precedence -----------------------------------------------------------------------------------
-@pytest.mark.req("R-POL-02", "R-POL-03", "R-POL-11", "R-API-10", "R-API-12", "R-API-14")
+@pytest.mark.req("R-POL-02", "R-POL-03", "R-POL-11", "R-API-12", "R-API-13")
 def test_call_beats_scope_beats_code_beats_environment_beats_file(
     five: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +118,20 @@ def test_lock_unlock_and_get_locks(five: Any) -> None:
 
 
 @pytest.mark.req("R-API-13")
+def test_unlocking_one_op_leaves_the_locks_of_others(five: Any) -> None:
+    other = "reference.layer_norm.plain"
+    assert lz.which("layer_norm", X, W) != other
+    lz.lock(OP, D)
+    lz.lock("layer_norm", other)
+    assert lz.get_locks() == {OP: D, "layer_norm": other}
+    assert winner(five) == D and lz.which("layer_norm", X, W) == other
+    lz.unlock(OP)
+    assert lz.get_locks() == {"layer_norm": other}
+    assert winner(five) == A and lz.which("layer_norm", X, W) == other
+    lz.unlock(OP)  # nothing to lift is no error
+
+
+@pytest.mark.req("R-API-13")
 @pytest.mark.parametrize(
     ("op", "kernel_id", "code"),
     [
@@ -134,7 +148,7 @@ def test_a_lock_on_what_does_not_exist_is_refused(five: Any, op: str, kernel_id:
     assert winner(five) == A
 
 
-@pytest.mark.req("R-POL-04", "R-POL-05", "R-POL-12")
+@pytest.mark.req("R-API-10", "R-POL-04", "R-POL-05", "R-POL-12")
 def test_allow_deny_prefer_avoid_and_boosts_take_effect_at_the_next_call(five: Any) -> None:
     assert winner(five) == A
     lz.configure(deny=[A])
@@ -150,6 +164,36 @@ def test_allow_deny_prefer_avoid_and_boosts_take_effect_at_the_next_call(five: A
     assert winner(five) == E
     parts = dict(lz.explain(OP, X, W).decision.winner.score_parts)
     assert parts["policy"] == 5.0
+
+
+@pytest.mark.req("R-API-14")
+def test_prefer_puts_a_backend_first_inside_the_block_and_only_where_it_can_run(lab: Any) -> None:
+    slow, half = lab.kernel("slow.rms_norm.x", priority=-50.0), frozenset({"float16"})
+    lab.use(slow, lab.kernel("fast.rms_norm.x", priority=500.0), lab.kernel("half.rms_norm.x", dtypes=half))
+    assert winner(lab) == "fast.rms_norm.x"
+    with lz.prefer("slow"):
+        assert winner(lab) == "slow.rms_norm.x"
+        with lz.prefer("half"):  # it takes no float32: the wish is no command, and that of outside holds
+            assert winner(lab) == "slow.rms_norm.x"
+        with lz.prefer("fast", "reference"):
+            assert winner(lab) == "fast.rms_norm.x"
+        assert winner(lab) == "slow.rms_norm.x"
+    with lz.prefer("half"):
+        assert winner(lab) == "fast.rms_norm.x"
+
+
+@pytest.mark.req("R-API-15")
+@pytest.mark.parametrize("settings", [{"locks": {OP: D}}, {"allow": ["p"]}, {"prefer": [B], "boosts": {C: 900.0}}])
+def test_disabled_runs_only_fallbacks_whatever_else_was_asked_for(five: Any, settings: dict[str, Any]) -> None:
+    lz.configure(**settings)
+    usual = winner(five)
+    assert usual != REFERENCE
+    with lz.disabled():
+        for _ in range(2):  # the second time the call is hot
+            assert winner(five) == REFERENCE
+    with pytest.raises(KeyError), lz.disabled():
+        raise KeyError
+    assert winner(five) == usual
 
 
 @pytest.mark.req("R-API-15")
@@ -242,6 +286,7 @@ def test_get_config_is_the_policy_of_file_environment_code_and_scope_together(
     assert winner(five) == B
 
 
+@pytest.mark.req("R-API-10")
 def test_a_refused_setting_changes_nothing_then_or_later(five: Any) -> None:
     lz.configure(prefer=[B])
     for wrong in ({"prefer": [3]}, {"strict_mode": "yes"}, {"colour": "blue"}, {"prefer": [C], "cache": {"size": 1}}):
@@ -252,7 +297,7 @@ def test_a_refused_setting_changes_nothing_then_or_later(five: Any) -> None:
     assert winner(five) == B
 
 
-@pytest.mark.req("R-POL-07", "R-CACHE-06")
+@pytest.mark.req("R-API-10", "R-POL-07", "R-CACHE-06")
 def test_a_policy_change_drops_every_hot_choice(five: Any) -> None:
     for _ in range(3):
         assert winner(five) == A

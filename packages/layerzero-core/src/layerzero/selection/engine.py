@@ -89,8 +89,8 @@ def select(ctx: Context, world: World) -> Decision:
 
 
 def _lock(locked: str | None, ctx: Context, world: World) -> str | None:
-    """The kernel the op is locked to, unless the call's own `backend=` asks for something else: it is stronger."""
-    if locked is None or is_empty(ctx):
+    """The kernel the op is locked to; disabling, or a call's own `backend=` asking for something else, is stronger."""
+    if locked is None or is_empty(ctx) or not world.policy.enabled:
         return None
     if ctx.backend is None or ctx.backend == locked:
         return locked
