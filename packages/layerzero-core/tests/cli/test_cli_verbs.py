@@ -295,6 +295,7 @@ def test_list_shows_each_kernel_once_and_says_which_can_be_used_here() -> None:
     assert "attention" in run("list", "--op", "attenton", code=2).stderr
 
 
+@pytest.mark.req("R-OPS-01")
 def test_list_names_the_reason_of_a_kernel_that_cannot_be_used(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from layerzero_verify.testing.fakes import capabilities
 
@@ -303,6 +304,12 @@ def test_list_names_the_reason_of_a_kernel_that_cannot_be_used(site: Path, monke
     lz.reset()
     (item,) = data("list", "--backend", "bare")
     assert item["available"] is False and item["reasons"][0]["code"] == "BACKEND_NOT_INSTALLED"
+    assert data("list", "--backend", "bare", "--available") == []
+    assert [kernel.kernel_id for kernel in lz.list_kernels(backend="bare", available=False)] == [item["kernel_id"]]
+    usable = lz.list_kernels(available=True)
+    assert usable and "bare" not in {kernel.backend for kernel in usable}
+    check = lz.doctor("bare", probe=False).check("bare", "backends")
+    assert (check.status, check.code) == ("warn", "BACKEND_NOT_INSTALLED") and check.fix
     assert "BACKEND_NOT_INSTALLED" in run("list", "--backend", "bare").stdout
 
 

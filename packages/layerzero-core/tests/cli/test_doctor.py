@@ -95,6 +95,7 @@ def test_a_misspelt_variable_is_a_warning_with_the_nearest_name(monkeypatch: pyt
     assert report.ok
 
 
+@pytest.mark.req("R-API-21")
 def test_a_wrong_variable_and_a_corrupt_policy_are_findings_and_the_rest_is_still_looked_at(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -105,6 +106,7 @@ def test_a_wrong_variable_and_a_corrupt_policy_are_findings_and_the_rest_is_stil
     lz.reset()
     report = lz.doctor(probe=False)
     failed = {check.name: check for check in report.failed}
+    assert not report.ok and all(check.fix for check in report.failed)
     assert "LAYERZERO_CACHE_SIZE" in failed["variable"].message and failed["variable"].code == "CONFIG_INVALID"
     assert str(bad) in failed["policy file"].message
     assert report.check("sdpa", "plugins").status == "ok"
@@ -124,7 +126,7 @@ def test_variables_that_contradict_each_other_leave_a_readable_environment() -> 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the fakes run on the CPU, which is not the first device here")
 # -- plugins and vendors -----------------------------------------------------------------------------------------
-@pytest.mark.req("R-OPS-01", "R-BK-OT-02")
+@pytest.mark.req("R-API-21", "R-OPS-01", "R-BK-OT-02")
 def test_a_crashing_vendor_and_a_plugin_that_raises_cost_only_themselves(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,6 +414,7 @@ def test_a_damaged_database_of_measured_times_is_shown_until_it_is_removed(
     assert "0 rows in" in told[0].message and str(kept) in told[1].message and "remove the file" in told[1].fix
 
 
+@pytest.mark.req("R-OPS-01")
 def test_an_open_breaker_is_shown_with_its_cause() -> None:
     lz.list_kernels()
     state.health.kernel_failed("sdpa.attention.math", "illegal instruction")

@@ -46,7 +46,7 @@ def test_a_plain_machine_is_ready_and_the_report_has_schemas_and_caches() -> Non
     report.require()
 
 
-@pytest.mark.req("R-CAP-06", "R-OPS-03")
+@pytest.mark.req("R-CAP-06", "R-OPS-02", "R-OPS-03")
 @pytest.mark.parametrize("wrong", [{"platfroms": ["cpu"]}, {"schema_version": "9.9"}, {"ops": {"rms_norm": [{}]}}])
 def test_an_invalid_capabilities_file_is_not_ready(
     site: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
