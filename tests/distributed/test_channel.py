@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import threading
@@ -16,11 +17,13 @@ from torch.distributed import HashStore
 import layerzero as lz
 from layerzero.distributed import Channel, Facts, judge
 from layerzero.distributed import channel as channels
+from layerzero.distributed.agreement import Agreement
 from layerzero.distributed.choice import RankChoices, call_key
 from layerzero.errors import DistributedError, InvalidInputError
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.runtime.state import state
+from tools.threads import run_threads, wait_until
 
 FACTS = Facts(0, "1", "2.13", "hw", "cpu", "kernels", "policy", "", "", 8 << 30)
 
@@ -126,6 +129,7 @@ def test_a_channel_of_one_talks_to_nobody() -> None:
         Channel(HashStore(), 1, (0, 2))
 
 
+@pytest.mark.req("R-DIST-03")
 def test_a_barrier_holds_until_the_last_has_come(at_once: Any) -> None:
     come: list[int] = []
     clock = at_once(3)
@@ -394,6 +398,36 @@ def test_without_an_invariant_kernel_the_reference_runs_with_a_warning(caplog: A
     state.publish(ranks=None)
     assert lz.which("rms_norm", X, W) == NATIVE
     lz.reset()
+
+
+@pytest.mark.req("R-DIST-03")
+def test_no_rank_goes_on_from_a_comparison_before_the_last_has_settled() -> None:
+    """Hashes of the calls first, a barrier last: the last rank comes to it once the others wait there or are gone."""
+    asked: list[str] = []
+    gone: list[int] = []
+    gone_early: list[list[int]] = []
+
+    class Late(HashStore):
+        def set(self, key: str, value: str) -> None:
+            what, here, rank = json.loads(value)[0], *key.rsplit("/", 1)
+            if rank == "2":
+                asked.append(what)
+            if rank == "2" and what.startswith("barrier"):
+                wait_until(lambda: all(other in gone or self.check([f"{here}/{other}"]) for other in (0, 1)))
+                gone_early.append(list(gone))
+            super().set(key, value)
+
+    store, found = Late(), {rank: facts(rank) for rank in range(3)}
+    lz.select("rms_norm", X, W)  # the kernels are there before the threads are
+
+    def compare(rank: int) -> None:
+        agreement = Agreement(Channel(store, rank, (0, 1, 2), 60.0), found, judge(found), False)
+        assert agreement.confirm("rms_norm", X, W, 1e-6) == NATIVE
+        gone.append(rank)
+
+    run_threads(3, compare)
+    assert asked == ["confirm rms_norm", "barrier: confirm rms_norm"]
+    assert gone_early == [[]] and sorted(gone) == [0, 1, 2]
 
 
 def test_one_process_agrees_with_itself_and_wrong_arguments_are_refused() -> None:
