@@ -44,7 +44,7 @@ def codes(backend, ctx):
     return {item.code.value for spec in kernels() if spec.backend == backend for item in spec.check(ctx)}
 
 
-@pytest.mark.req("R-BK-FA-02")
+@pytest.mark.req("R-BK-FA-02", "R-GEN-03")
 @pytest.mark.req("R-BK-FA4-03")
 @pytest.mark.parametrize(
     ("sm", "order"),
@@ -64,6 +64,26 @@ def codes(backend, ctx):
 def test_each_gpu_gets_the_generation_made_for_it(sm, order):
     """Blackwell 4, Hopper 3, Ampere 2; consumer Blackwell has the instructions of Ampere."""
     assert fitting(call(sm)) == order
+
+
+@pytest.mark.req("R-GEN-03")
+@pytest.mark.parametrize("sm", [100, 103, 110, 120, 121])
+def test_no_kernel_of_flash_attention_3_takes_any_blackwell_whatever_the_op(sm):
+    found = load_capabilities(plugin.FA3).kernels
+    assert {"attention", "varlen_attention", "paged_attention"} <= {spec.op for spec in found}
+    for spec in found:
+        assert not spec.check_device(fakes.gpu(90)), spec.kernel_id
+        assert "SM_TOO_NEW" in {why.code for why in spec.check_device(fakes.gpu(sm))}, spec.kernel_id
+
+
+@pytest.mark.req("R-GEN-03")
+@pytest.mark.parametrize("op", ["attention", "varlen_attention", "paged_attention"])
+@pytest.mark.parametrize("sm", [100, 103, 110])
+def test_of_the_flash_attentions_4_comes_first_on_blackwell_for_packed_and_paged_calls_too(op, sm):
+    here = [spec for spec in kernels(op) if not spec.check_device(fakes.gpu(sm))]
+    mine, others = ([spec for spec in here if (spec.backend == "flashattn4") is made] for made in (True, False))
+    assert mine and {spec.backend for spec in others} == {"flashattn2"}
+    assert min(spec.priority for spec in mine) > max(spec.priority for spec in others)
 
 
 @pytest.mark.req("R-BK-FA-03")
