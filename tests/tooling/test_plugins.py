@@ -155,6 +155,7 @@ def test_nvml_says_what_torch_says() -> None:
         pynvml.nvmlShutdown()
 
 
+@pytest.mark.req("R-FUZZ-01")
 def test_where_atheris_cannot_be_built_our_own_engine_fuzzes() -> None:
     from tests.fuzz.targets import TARGETS
     from tools.fuzz import Fuzzer
