@@ -122,7 +122,7 @@ def reads(x: Any, weight: Any, eps: float) -> Any:
     return torch.rms_norm(x, (x.shape[-1],), weight, eps) * (1.0 if x.sum().item() is not None else 2.0)
 
 
-@pytest.mark.req("R-GRAPH-06", "R-FAIL-05")
+@pytest.mark.req("R-API-29", "R-GRAPH-06", "R-FAIL-05")
 @pytest.mark.parametrize(
     ("function", "code"),
     [(leaks, "GRAPH_MEMORY_GROWS"), (synchronises, "GRAPH_CAPTURE_FAILED"), (reads, "GRAPH_CAPTURE_FAILED")],
@@ -146,7 +146,7 @@ def test_a_planted_kernel_that_lies_about_itself_is_refused(lab: Any, function: 
     KEPT.clear()
 
 
-@pytest.mark.req("R-GRAPH-05", "R-GRAPH-06")
+@pytest.mark.req("R-API-29", "R-GRAPH-05", "R-GRAPH-06")
 def test_where_no_kernel_is_safe_the_error_names_them_all(lab: Any) -> None:
     lab.use(on_cuda(lab, "planted.rms_norm.liar", synchronises), on_cuda(lab, "vendor.rms_norm.old", graph_safe=False))
     lz.configure(allow=["planted", "vendor"], fallback_enabled=False)
@@ -199,6 +199,7 @@ def test_the_stream_can_be_named_but_not_be_the_default_one() -> None:
         lz.capture_graph(lambda x: lz.rms_norm(x), x, stream=torch.cuda.default_stream())
 
 
+@pytest.mark.req("R-API-29")
 def test_code_of_the_caller_that_synchronises_is_named_and_the_process_goes_on() -> None:
     x = rand(16, 128)
     report = lz.validate_graph_capture(lambda x: lz.rms_norm(x) * x.sum().item(), x)
@@ -207,6 +208,7 @@ def test_code_of_the_caller_that_synchronises_is_named_and_the_process_goes_on()
     assert lz.validate_graph_capture(lambda x: lz.rms_norm(x), x)
 
 
+@pytest.mark.req("R-API-29")
 def test_a_result_that_depends_on_something_else_is_found_out() -> None:
     count = []
 
