@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,3 +93,41 @@ def test_a_fork_in_the_middle_of_everything_goes_on_by_itself(load: Load) -> Non
         assert pipe.read() == "[2.0, 2.0, 2.0] 0.0"
     assert float(lz.rms_norm(x, w)[0]) == 1.0  # the parent knows nothing of the child's failures
     assert "load1.rms_norm.tagged" not in state.health.snapshot().kernels
+
+
+def computed(rows: int) -> list[tuple[str, Any]]:
+    """The kernel that ran and its result for some calls, by what is installed; small: torch's threads do not fork."""
+    x, w = torch.linspace(-2, 2, rows * 16).view(rows, 16), torch.linspace(0.5, 1.5, 16)
+    q, angles = x.view(1, 1, rows, 16).expand(1, 2, rows, 16), torch.linspace(0, 1, rows * 8).view(rows, 8)
+    calls: list[tuple[str, tuple[Any, ...]]] = [
+        ("rms_norm", (x, w)), ("layer_norm", (x, w, w)), ("silu_and_mul", (x,)), ("linear", (x, x[:1].expand(8, 16))),
+        ("attention", (q, q, q)), ("rope", (q, q, angles.cos(), angles.sin())), ("sample_topk", (x, 1)),
+    ]  # fmt: skip
+    return [(lz.which(op, *args), getattr(lz, op)(*args)) for op, args in calls]
+
+
+@pytest.mark.req("R-CONC-03")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_child_forked_after_the_backends_ran_computes_the_same_with_the_same_kernels(tmp_path: Path) -> None:
+    """Calls that are hot in the parent, calls that neither has made, and both again from the beginning."""
+    lz.reset()
+    hot = computed(5)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            signal.alarm(100)  # a child that hangs is ended
+            found = [computed(5), computed(6)]
+            lz.reset()
+            torch.save([*found, computed(5)], tmp_path / "child.pt")
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    cold = computed(6)
+    for theirs, ours in zip(torch.load(tmp_path / "child.pt"), (hot, cold, hot), strict=True):
+        assert [kernel for kernel, _ in theirs] == [kernel for kernel, _ in ours]
+        torch.testing.assert_close([out for _, out in theirs], [out for _, out in ours], rtol=0, atol=0)
+    assert {kernel.partition(".")[0] for kernel, _ in hot} - {"reference"}  # no mere fallbacks
+    lz.reset()

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.policy.layers import merge
 from layerzero.runtime.state import state
 
 PROVE = os.environ.get("LAYERZERO_PROVE") == "1"
@@ -337,6 +339,55 @@ def test_a_forked_child_goes_on_with_the_same_choices(three: Any) -> None:
     with os.fdopen(read) as pipe:
         assert pipe.read() == f"{C} {B} {A}"
     assert winner(three) == C
+
+
+@pytest.mark.req("R-CONC-03")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:This process")
+@pytest.mark.parametrize("busy_with", ["a policy", "a lock", "a swap"])
+def test_a_child_forked_while_another_thread_changes_something_is_not_held_up(
+    three: Any, monkeypatch: pytest.MonkeyPatch, busy_with: str
+) -> None:
+    """The thread that holds the locks does not exist in the child, and never gives them back there."""
+    winner(three)
+    begun, forked = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        if threading.current_thread().name == "busy":
+            begun.set()
+            assert forked.wait(100)
+
+    def merge_slowly(*args: Any, **kwargs: Any) -> Any:
+        pause()
+        return merge(*args, **kwargs)
+
+    def swap() -> None:
+        with state.changing():
+            pause()
+
+    monkeypatch.setattr("layerzero.runtime.policies.merge", merge_slowly)
+    changes = {"a policy": lambda: lz.configure(avoid=[A]), "a lock": lambda: lz.lock("rms_norm", A), "a swap": swap}
+    busy = threading.Thread(target=changes[busy_with], name="busy", daemon=True)
+    busy.start()
+    assert begun.wait(100)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            signal.alarm(60)  # a child that waits for ever is ended
+            lz.unlock()
+            lz.configure(avoid=[], prefer=[B])
+            assert winner(three) == B
+            with lz.prefer(C):
+                assert lz.get_config().prefer == (C, B)
+                assert winner(three) == C
+            code = 0
+        finally:
+            os._exit(code)
+    forked.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    busy.join(100)
+    assert not busy.is_alive()
 
 
 def test_what_ran_in_one_scope_is_not_told_of_another():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from layerzero.errors import ConfigurationError, DispatchTableError, UnknownNameError, nearest
+from layerzero.forking import fresh_lock
 from layerzero.model.config import Policy
 from layerzero.model.kernel import KernelSpec
 from layerzero.policy.layers import Level, PolicyLayer
@@ -30,9 +31,8 @@ def configure(*, expires_in: float | None = None, **settings: Any) -> Policy:
             raise ConfigurationError(
                 f"expires_in is {expires_in!r}", value=str(expires_in), limit="a positive number of seconds"
             )
-        name = f"timeboxed {time.monotonic_ns()}"
         layer = PolicyLayer.of(Level.PROGRAMMATIC, source="lz.configure", **settings)
-        policies.put(name, layer.until(time.monotonic() + expires_in))
+        policies.put(f"timeboxed {time.monotonic_ns()}", layer.until(time.monotonic() + expires_in))
     elif settings:
         with _writing:
             wanted = {**_given, **settings}
@@ -42,7 +42,7 @@ def configure(*, expires_in: float | None = None, **settings: Any) -> Policy:
 
 
 _given: dict[str, Any] = {}
-_writing = threading.RLock()
+_writing = fresh_lock(threading.RLock)
 
 
 def get_config() -> Policy:

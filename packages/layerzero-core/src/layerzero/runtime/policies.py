@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from layerzero import env
+from layerzero.forking import fresh_lock
 from layerzero.model.config import Policy
 from layerzero.policy.layers import PolicyLayer, from_env, merge, next_expiry
 from layerzero.runtime.state import scope, settled, state
@@ -35,7 +36,7 @@ class Policies:
     """Layers by source. Changing one merges again and swaps the World."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock: threading.RLock = fresh_lock(threading.RLock)
         self._files: tuple[PolicyLayer, ...] | None = None
         self._env: PolicyLayer | None = None
         self._set: dict[str, PolicyLayer] = {}
@@ -73,7 +74,7 @@ class Policies:
                 raise
         self.publish()
 
-    def load(self, path: str | Path, *, watch: bool = False) -> PolicyLayer:
+    def load(self, path: str | Path, *, watch: bool = False) -> None:
         """Read a policy file in place of any found before; with `watch` later `poll` calls reload it."""
         from layerzero.policy.load import FileWatch
 
@@ -82,7 +83,6 @@ class Policies:
             self._files = (watched.layer,)
             self._watch = watched if watch else None
         self.publish()
-        return watched.layer
 
     def poll(self) -> bool:
         """Reload a watched file if it changed. A bad new file keeps the old policy and is kept in `last_error`."""
