@@ -5,6 +5,8 @@ pytest -m gpu tests/faults/test_gpu_faults.py
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -268,3 +270,74 @@ def test_many_streams_at_once_compute_what_one_computes() -> None:
         lz.reset()
     assert not problems, problems[0]
     assert swaps > 3
+
+
+@pytest.mark.req("R-CONC-02")
+@pytest.mark.parametrize("op", ["attention", "rms_norm", "layer_norm", "silu_and_mul", "linear"])
+def test_every_kernel_runs_on_the_stream_of_its_caller(op: str) -> None:
+    """Inputs of two streams are written late: a kernel on any other stream reads the zeros that were there before."""
+    half = torch.float16
+    values = [torch.randn(2, 4, 128, 64, device="cuda", dtype=half) for _ in range(2)]
+    weight = torch.rand(64, device="cuda", dtype=half) + 0.5
+    square = torch.randn(64, 64, device="cuda", dtype=half) / 8
+
+    def args(x: Any) -> tuple[Any, ...]:
+        more = {"attention": (x, x), "silu_and_mul": (), "linear": (square,)}
+        return (x, *more.get(op, (weight,)))
+
+    def wanted(x: Any) -> Any:
+        x = x.double()
+        if op == "attention":
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        if op == "silu_and_mul":
+            return torch.nn.functional.silu(x[..., :32]) * x[..., 32:]
+        if op == "linear":
+            return torch.nn.functional.linear(x, square.double())
+        if op == "layer_norm":
+            return torch.nn.functional.layer_norm(x, (64,), weight.double(), None, 1e-5)
+        return torch.rms_norm(x, (64,), weight.double(), 1e-6)
+
+    lz.configure(on_first_use="off")
+    try:
+        kernels = lz.select(op, *args(values[0])).ranking
+        assert kernels
+        for kernel in kernels:
+            getattr(lz, op)(*args(values[0]), backend=kernel)  # what is made at the first call is made here
+            inputs = [torch.zeros_like(x) for x in values]
+            streams = [torch.cuda.Stream() for _ in values]
+            torch.cuda.synchronize()
+            outs = []
+            for stream, x, late in zip(streams, inputs, values, strict=True):
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
+                    x.copy_(late)
+                    outs.append(getattr(lz, op)(*args(x), backend=kernel))
+            torch.cuda.synchronize()
+            for out, late in zip(outs, values, strict=True):
+                assert_close(out, wanted(late), tolerance(op, half, k=64), path=kernel)
+    finally:
+        lz.reset()
+
+
+@pytest.mark.req("R-CONC-03")
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_child_forked_after_the_gpu_was_used_computes_on_the_cpu() -> None:
+    """CUDA cannot be used in such a child; calls on the CPU, hot and new, do not need it."""
+    x, w = torch.randn(5, 64), torch.rand(64) + 0.5
+    lz.rms_norm(x.cuda(), w.cuda())
+    right = lz.rms_norm(x, w)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            signal.alarm(100)  # a child that hangs is ended
+            assert torch.equal(lz.rms_norm(x, w), right)
+            for rows in (1, 3, 9):
+                new = torch.randn(rows, 64)
+                assert_close(lz.rms_norm(new, w), torch.rms_norm(new, (64,), w, 1e-6), tolerance("rms_norm", "float32"))
+                assert lz.explain("rms_norm", new, w).ran == lz.which("rms_norm", new, w)
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert lz.rms_norm(x.cuda(), w.cuda()).is_cuda
