@@ -60,7 +60,7 @@ def test_compared_on_purpose_all_run_a_kernel_that_all_can_run(ranks: list[dict[
     assert set(told(ranks, "confirmed")) == set(told(ranks, "then")) == {"reference.rms_norm.plain"}
 
 
-@pytest.mark.req("R-DIST-03")
+@pytest.mark.req("R-DIST-02", "R-DIST-03")
 def test_different_calls_are_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     assert {found["code"] for found in told(ranks, "other call")} == {"RANK_DISAGREEMENT"}
 

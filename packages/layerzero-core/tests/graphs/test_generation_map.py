@@ -66,3 +66,23 @@ def test_a_pair_of_head_dims_lifts_the_limit_it_exceeds():
     assert decide(base, device, head_dim=192, head_dim_v=128).chosen == "novel.attention.fast"
     refused = decide(base, device, head_dim=192, head_dim_v=192).candidate("novel.attention.fast")
     assert [r.code for r in refused.reasons] == ["HEAD_DIM_TOO_LARGE"]
+
+
+@pytest.mark.req("R-GEN-02")
+@pytest.mark.parametrize("named", [["HOPPER"], ["AMPERE", "BLACKWELL"]])
+def test_a_kernel_runs_on_the_generations_that_its_descriptor_names_and_on_no_other(named):
+    base = {"schema_version": "1.0", "backend": "novel", "ops": {"attention": [kernel(generations=named)]}}
+    sms = {
+        75: "TURING",
+        80: "AMPERE",
+        86: "AMPERE",
+        89: "ADA_LOVELACE",
+        90: "HOPPER",
+        100: "BLACKWELL",
+        120: "BLACKWELL",
+    }
+    for sm, generation in sms.items():
+        found = decide(base, DeviceSpec.for_sm(sm))
+        against = [(why.code, why.value) for why in found.candidate("novel.attention.fast").reasons]
+        assert against == ([] if generation in named else [("GENERATION_UNSUPPORTED", generation)]), sm
+        assert (found.chosen == "novel.attention.fast") is (generation in named)
