@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 
 import numpy as np
 import pytest
@@ -78,6 +79,24 @@ def test_every_form_equals_the_formula(kernel, dtype, kind, bias):
         out = lz.mlp(**given_, activation=activation, backend=kernel)
         assert out.dtype == dtype and out.shape == (2, 3, 40)
         assert_close(out, oracle(given_, activation), tolerance("mlp", dtype, k=64))
+
+
+@pytest.mark.req("R-MLP-01")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("rows", [(1,), (2, 40)])
+def test_whatever_kernel_takes_a_form_here_equals_the_formula(rows, device):
+    """As they are ranked for one row and for many: those that keep the product between the two weights, too."""
+    with lz.scoped(on_first_use="off"):
+        for kind, activation in product(KINDS, ACTS):
+            given_ = block(kind, torch.bfloat16, rows=rows, hidden=32, inner=64, out=32)
+            want = oracle(given_, activation)
+            here = {name: value.to(device) for name, value in given_.items()}
+            kernels = lz.select("mlp", **here, activation=activation).ranking
+            assert kernels[0] == lz.which("mlp", **here, activation=activation) and len(kernels) > 1
+            for kernel in kernels:
+                out = lz.mlp(**here, activation=activation, backend=kernel)
+                path = f"{kernel} {kind} {activation}"
+                assert_close(out.cpu(), want, tolerance("mlp", torch.bfloat16, k=64), path=path)
 
 
 @pytest.mark.req("R-MLP-01")

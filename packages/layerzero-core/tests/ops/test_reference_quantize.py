@@ -164,7 +164,7 @@ def _around(fmt):
     return [float(number) for number in found]
 
 
-@pytest.mark.req("R-QUANT-01")
+@pytest.mark.req("R-QUANT-01", "R-API-08")
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("fmt", ["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4"])
 def test_ties_go_to_the_even_code_and_all_else_to_the_nearest(fmt, backend):

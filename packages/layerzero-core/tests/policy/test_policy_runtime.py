@@ -391,7 +391,8 @@ def test_a_watched_file_is_reloaded_and_a_bad_one_keeps_the_old(five: Any, tmp_p
     assert winner(five) == D
 
 
-def test_a_bad_first_file_is_refused_and_changes_nothing(five: Any, tmp_path: Path) -> None:
+@pytest.mark.req("R-API-12")
+def test_a_bad_file_is_refused_and_changes_nothing(five: Any, tmp_path: Path) -> None:
     file = tmp_path / "layerzero.yaml"
     write(file, "prefer: {a: b}\n")
     with pytest.raises(PolicyValidationError):
@@ -400,6 +401,12 @@ def test_a_bad_first_file_is_refused_and_changes_nothing(five: Any, tmp_path: Pa
         lz.load_config(tmp_path / "absent.yaml")
     assert caught.value.code == "CONFIG_FILE_MISSING"
     assert winner(five) == A
+    good = tmp_path / "good.yaml"
+    write(good, f"prefer: [{B}]\n")
+    assert lz.load_config(good).prefer == (B,)
+    with pytest.raises(PolicyValidationError):
+        lz.load_config(file)
+    assert lz.get_config().prefer == (B,) and winner(five) == B
 
 
 # -- adaptation -----------------------------------------------------------------------------------
