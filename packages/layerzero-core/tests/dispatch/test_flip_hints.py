@@ -198,6 +198,7 @@ def as_they_come() -> Iterator[None]:
     lz.reset()
 
 
+@pytest.mark.req("R-POL-05")
 @pytest.mark.usefixtures("as_they_come")
 @pytest.mark.parametrize("op", CALLS)
 def test_lz_prefer_chooses_any_kernel_that_fits_and_the_innermost_preference_wins(op: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import os
 import random
@@ -159,6 +160,25 @@ def test_a_change_is_in_force_when_the_call_that_made_it_returns(three: Any) -> 
             assert three.run(lz.rms_norm, X, W)[1] == [kernel_id]
 
 
+@pytest.mark.req("R-CACHE-07")
+def test_a_choice_that_was_made_before_waits_for_no_lock(three: Any) -> None:
+    """While another thread holds every lock of the runtime: calls that are hot, and selections that are kept."""
+    lz.rms_norm(X, W)
+    kept = lz.select("rms_norm", X, W)
+    with contextlib.ExitStack() as stack:
+        for lock in (state._lock, state.health._lock, state.cache._book, state.cache._evicting):
+            stack.enter_context(lock)
+        for shard in state.cache._shards:
+            stack.enter_context(shard.lock)
+        found: list[Any] = []
+        made = threading.Thread(
+            target=lambda: found.extend((three.run(lz.rms_norm, X, W)[1], lz.select("rms_norm", X, W))), daemon=True
+        )
+        made.start()
+        made.join(20)
+    assert found == [[A], kept]
+
+
 def test_loading_from_many_threads_happens_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAYERZERO_ON_FIRST_USE", "off")  # what a check finds out is a new world, too
     lz.reset()
@@ -273,7 +293,7 @@ def test_many_threads_and_many_swaps_give_no_error_and_no_stale_choice(lab: Any)
 
 
 @pytest.mark.stress
-@pytest.mark.req("R-CONC-01", "R-CACHE-07")
+@pytest.mark.req("R-CONC-01", "R-CACHE-07", "R-SEL-12")
 def test_hundred_threads_times_ten_thousand_lookups(lab: Any) -> None:
     lab.use(*(lab.kernel(kernel_id, priority=60) for kernel_id in (A, B)), lab.kernel("t.attention.a", priority=70))
     work = mixed_calls()

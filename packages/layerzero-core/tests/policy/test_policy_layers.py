@@ -235,6 +235,7 @@ def test_a_wrong_value_in_code_is_refused_by_key(wrong, key):
     assert "expected" in str(caught.value)
 
 
+@pytest.mark.req("R-POL-07")
 @pytest.mark.parametrize(
     "other",
     [
@@ -250,6 +251,7 @@ def test_every_key_that_decides_something_is_in_the_hash(other):
     assert merge([PolicyLayer.of(**other)]).policy_hash != Policy().policy_hash
 
 
+@pytest.mark.req("R-POL-07")
 def test_the_hash_does_not_depend_on_where_or_in_what_order_things_were_written():
     yaml = from_bytes(b"prefer: [b, a]\nboosts: {x: 1, y: 2}\nrules:\n- {deny: [q, p]}\n", "layerzero.yaml")
     toml = from_bytes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.device.catalogue import named_device
 from layerzero.errors import (
     ConfigurationError,
     LockedKernelError,
@@ -18,8 +20,12 @@ from layerzero.errors import (
     PolicyValidationError,
     UnknownNameError,
 )
+from layerzero.model.config import Policy
+from layerzero.model.context import Context, Strides
+from layerzero.model.enums import Causal, Layout, MaskKind
 from layerzero.runtime.policies import policies
 from layerzero.runtime.state import state
+from layerzero.selection.world import Measurements
 
 X, W = torch.randn(3, 8), torch.ones(8)
 OP = "rms_norm"
@@ -114,6 +120,24 @@ def test_lock_unlock_and_get_locks(five: Any) -> None:
     assert winner(five) == E
     lz.unlock()
     assert lz.get_locks() == {}
+    assert winner(five) == A
+
+
+@pytest.mark.req("R-POL-03")
+@pytest.mark.parametrize("on_fault", ["raise", "fallback"])
+def test_a_lock_beats_every_score(five: Any, on_fault: str) -> None:
+    """Whatever speaks for another kernel: its priority, a boost, a preference, a measured time."""
+    five.use(five.kernel("p.rms_norm.poor", priority=-50.0), *five.kernels, on_fault=on_fault)
+    times = {"p.rms_norm.poor": 900.0, A: 1.0}
+    state.publish(measurements=Measurements(lambda kernel_id, ctx: times.get(kernel_id), "made up"))
+    lz.configure(avoid=["p.rms_norm.poor"], prefer=[A], boosts={A: 500.0})
+    assert winner(five) == A
+    scores = {item.kernel_id: item.score for item in lz.explain(OP, X, W).candidates if item.accepted}
+    assert min(scores, key=lambda name: scores[name] or 0.0) == "p.rms_norm.poor"
+    lz.lock(OP, "p.rms_norm.poor")
+    for _ in range(2):
+        assert winner(five) == "p.rms_norm.poor"
+    lz.unlock(OP)
     assert winner(five) == A
 
 
@@ -239,6 +263,42 @@ rules:
     assert ran == [A]
 
 
+# One call with something in every field that a rule may ask for.
+EVERY = Context(
+    op="attention", device=named_device("h100"), dtype="bfloat16", dtypes=("bfloat16",), layout=Layout.BSHD,
+    dims=(("batch", 3), ("num_heads", 8), ("num_kv_heads", 2), ("seq_len_q", 33), ("seq_len_k", 70), ("head_dim", 64)),
+    needs=frozenset({"gqa", "window"}), causal=Causal.BOTTOM_RIGHT, mask=MaskKind.BOOL, window=(5, 0), dropout=True,
+    needs_grad=True, autocast="bfloat16", deterministic=True, batch_invariant=True, capturing=True, backend="sdpa",
+    quant_format="int8", granularity="channel", weight_layout="tiles", kv_cache_dtype="float8_e4m3fn",
+    kv_cache_layout=Layout.NHD, index_dtype="int32", tp_size=4, tp_rank=2, seq_relation="shorter",
+    switched_off=frozenset({"sdp_flash"}), vetoed=frozenset({"sdpa.attention.cudnn"}), aligned_pointers=False,
+    folded=True, strides=Strides(last=2, aligned=False, order="other"),
+)  # fmt: skip
+# Objects of several fields, which have names of their own below; and values, which no key holds.
+NO_FIELD = {"op", "dims", "strides", "tokenizer", "notes", "scale", "dropout_p"}
+MORE = ["stride_last_dim", "is_contiguous", "enable_gqa", "attn_mask_type", "gqa_ratio", "batch_heads", "needs_window"]
+MORE += ["sm_version", "gpu_generation", "vendor", "platform", "tensor_core_generation", *dict(EVERY.dims)]
+
+
+@pytest.mark.req("R-POL-06")
+def test_a_rule_may_ask_for_any_field_of_the_context(lab: Any) -> None:
+    lab.use()
+    names = [item.name for item in fields(Context) if not item.name.startswith("_") and item.name not in NO_FIELD]
+
+    def denied(name: str, wanted: Any) -> bool:
+        rule = {"match": {"op": "attention", "when": {name: wanted}}, "deny": ["sdpa.attention.math"]}
+        with lz.scoped(rules=[rule]):
+            reasons = lz.explain("attention", EVERY).reasons["sdpa.attention.math"]
+        return "POLICY_DENIED" in [why.code for why in reasons]
+
+    for name in [*names, *MORE]:
+        value = EVERY.get(name)
+        first = min(value) if isinstance(value, (tuple, frozenset)) else value
+        plain = isinstance(first, (bool, int))
+        assert denied(name, first if plain else str(first)), name
+        assert not denied(name, not first if isinstance(first, bool) else 4711 if plain else "another"), name
+
+
 def test_a_rule_about_a_value_that_no_key_holds_never_matches(lab: Any, tmp_path: Path) -> None:
     lab.use(lab.kernel("p.attention.a"))
     file = tmp_path / "layerzero.yaml"
@@ -310,6 +370,21 @@ def test_a_policy_change_drops_every_hot_choice(five: Any) -> None:
     assert not state.world.hot
     for _ in range(3):
         assert winner(five) == C
+
+
+@pytest.mark.req("R-POL-07")
+def test_kept_selections_belong_to_the_hash_they_were_made_under(five: Any) -> None:
+    """Another policy selects anew; the one of before, set again, finds what was kept under its hash."""
+    first = lz.select(OP, X, W)
+    state.counters.reset()
+    assert lz.select(OP, X, W) is first and state.counters.selections == 0
+    lz.configure(prefer=[C])
+    second = lz.select(OP, X, W)
+    assert second.chosen == C and state.counters.selections == 1
+    assert [item.policy_hash for item in (first, second)] == [Policy().policy_hash, Policy(prefer=(C,)).policy_hash]
+    assert first.fingerprint != second.fingerprint
+    lz.configure(prefer=[])
+    assert lz.select(OP, X, W) is first and state.counters.selections == 1
 
 
 def test_a_change_that_changes_nothing_keeps_the_hot_choices(five: Any) -> None:

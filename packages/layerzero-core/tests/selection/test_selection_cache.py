@@ -11,10 +11,14 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import layerzero as lz
 from layerzero.errors import ConfigurationError
+from layerzero.model.context import Context
+from layerzero.runtime.state import state
 from layerzero.selection.cache import SHARDS, SelectionCache, shard_index
 from tools.threads import run_threads
 
@@ -56,6 +60,28 @@ def test_equal_keys_of_different_types_meet_in_one_shard() -> None:
     cache: SelectionCache[Any, str] = SelectionCache()
     cache.put(1, "one")
     assert cache.get(1.0) == "one"
+
+
+@pytest.mark.req("R-CACHE-01")
+@pytest.mark.usefixtures("built_in")
+def test_selections_of_the_process_lie_in_256_shards_each_in_its_keys_own() -> None:
+    weight = torch.ones(8)
+    for rows in range(1, 41):
+        lz.select("rms_norm", torch.randn(rows, rows), torch.ones(rows))
+        lz.select("rms_norm", torch.randn(rows, 8), weight)
+    shards = state.cache._shards
+    held = [(place, key) for place, shard in enumerate(shards) for key in shard.entries]
+    assert len(shards) == SHARDS and len(held) == len(state.cache) > 40
+    assert all(shard_index(key) == place for place, key in held)
+
+
+@pytest.mark.req("R-CACHE-01")
+def test_keys_of_real_calls_spread_evenly() -> None:
+    first = Context(op="rms_norm", dims=(("rows", 1), ("hidden", 64)))
+    keys = [(first.with_dims(rows=rows), "0123456789abcdef01234567") for rows in range(12_800)]
+    counts = Counter(shard_index(key) for key in keys)
+    assert len(counts) == 256
+    assert min(counts.values()) > 15 and max(counts.values()) < 100  # 50 expected in each
 
 
 # -- versions
@@ -126,7 +152,7 @@ def test_invalidate_removes_one_key() -> None:
     assert (cache.get("a"), cache.get("b"), len(cache)) == (None, 2, 1)
 
 
-@pytest.mark.req("R-CACHE-03")
+@pytest.mark.req("R-CACHE-03", "R-CACHE-07")
 def test_reads_do_not_wait_for_writers() -> None:
     cache: SelectionCache[int, int] = SelectionCache()
     for key in range(300):
@@ -317,7 +343,7 @@ def test_any_history_agrees_with_a_plain_dictionary(steps: list[tuple[str, int]]
 # -- many threads
 
 
-@pytest.mark.req("R-CACHE-07", "R-CONC-01")
+@pytest.mark.req("R-CACHE-07", "R-CONC-01", "R-SEL-12")
 def test_a_hundred_threads_reading_and_invalidating_see_no_error_and_nothing_stale() -> None:
     """Values carry the world they were computed in; after `world` moved on and was published, no older one may come."""
     cache: SelectionCache[int, tuple[int, int]] = SelectionCache(64)

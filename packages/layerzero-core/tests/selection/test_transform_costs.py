@@ -119,11 +119,18 @@ def test_the_total_is_logged_with_the_decision(lab: Any, caplog: pytest.LogCaptu
 
 
 @pytest.mark.req("R-POL-09")
-def test_strict_mode_shows_what_it_forbids(lab: Any) -> None:
-    narrow(lab, layouts=frozenset({Layout.BSHD}))
-    with lz.scoped(strict_mode=True):
-        (why,) = lz.validate("narrow.attention.k", *tensors())
-        assert why.code == "ADAPTATION_NOT_ALLOWED"
-        assert why.value == "layout:BHSD->BSHD"
-        assert lab.run(lz.attention, *tensors())[1] == ["sdpa.attention.flash_cpu"]
-    assert lz.validate("narrow.attention.k", *tensors()) == []
+@pytest.mark.parametrize("setting", [{"strict_mode": True}, {"allow_adaptation": False}], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_strict_mode_forbids_every_transform_and_names_it(lab: Any, name: str, setting: dict[str, bool]) -> None:
+    fields, build, kwargs, step = CASES[name]
+    narrow(lab, **fields)
+    assert lz.validate("narrow.attention.k", *build(), **kwargs) == []
+    with lz.scoped(**setting):
+        (why,) = lz.validate("narrow.attention.k", *build(), **kwargs)
+        assert (why.code, why.value) == ("ADAPTATION_NOT_ALLOWED", step)
+        report = lz.explain("attention", *build(), **kwargs)
+        assert report.chosen == f"sdpa.attention.{'math' if name == 'contiguous' else 'flash_cpu'}"
+        assert report.transform_cost_total == 0.0
+        assert lab.run(lz.attention, *build(), **kwargs)[1] == [report.chosen]
+        assert all(item.transforms == () for item in report.candidates if item.accepted)
+    assert lz.validate("narrow.attention.k", *build(), **kwargs) == []
