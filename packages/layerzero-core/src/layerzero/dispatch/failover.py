@@ -143,7 +143,7 @@ def _charge(
             kernel_id,
             ran,
             item,
-            dict(decision.context.dims),
+            {"dtype": decision.context.dtype, "device": device_name(decision.context), **dict(decision.context.dims)},
             exc_info=untold(kernel_id, error),
             extra=details(event="failover", op=spec.op_id, kernel_id=kernel_id, ran=ran, reasons=[item.code.value]),
         )
