@@ -111,6 +111,23 @@ def test_times_of_another_machine_or_version_are_not_believed(db, field):
     assert chosen(db).chosen == FLASH and chosen(db).winner.measured_us is None
 
 
+@pytest.mark.req("R-PDB-05", "R-TUNE-04")
+@pytest.mark.parametrize("field", ["driver", "runtime", "torch"])
+def test_one_new_version_under_the_kernels_ends_the_times_of_before(db, field):
+    """On the same silicon they rank, as a relative's do, until anything was measured with what is installed now."""
+    here = platform_of(probe_device("cpu"))
+    older = here._replace(**{field: "an older one"})
+    db.put([timed(FLASH, 500.0, platform=older), timed(MATH, 200.0, platform=older)])
+    notes = chosen(db).notes
+    assert [note.code for note in notes] == ["PERF_NOT_BELIEVED", "PERF_RANKED_BY"]
+    assert f"{field} an older one, here {getattr(here, field) or 'unknown'}" in str(notes[0])
+    db.put([timed(FLASH, 20.0)])
+    decision = chosen(db)
+    assert decision.chosen == FLASH and decision.winner.measured_us == pytest.approx(20.0, rel=0.01)
+    assert decision.candidate(MATH).measured_us is None
+    assert [note.code for note in decision.notes] == ["PERF_NOT_BELIEVED"]
+
+
 @pytest.fixture
 def threads(monkeypatch):
     """Set torch's number of threads, on a machine that would use `usual` by itself."""
@@ -154,7 +171,7 @@ def test_times_of_before_threads_were_written_down_count_for_the_usual_number(db
     assert chosen(db).chosen == FLASH and len(db) == 3
 
 
-@pytest.mark.req("R-PDB-05", "R-CACHE-10")
+@pytest.mark.req("R-PDB-05", "R-CACHE-10", "R-TUNE-04")
 @pytest.mark.parametrize("field", ["kernel_version", "backend_version"])
 def test_times_of_another_build_of_the_kernel_are_not_believed(db, field):
     db.put([timed(FLASH, 50.0), timed(MATH, 20.0, **{field: "other"})])

@@ -65,10 +65,11 @@ def test_what_is_put_is_found(db):
 
 @pytest.mark.req("R-PDB-01")
 def test_the_columns_are_there_for_people(db):
-    db.put([sample()])
+    db.put([sample(platform=Platform("gpu-1", "sm90", "570.1", "12.8", "2.13.0"), kernel_version="7")])
     with contextlib.closing(sqlite3.connect(db.path)) as raw:
-        row = raw.execute("SELECT device, driver, torch, backend_version FROM measurements").fetchone()
-        assert row == ("cpu-1234", "", "2.13.0", "2.13")
+        names = "device, family, driver, runtime, torch, backend_version, kernel_version"
+        row = raw.execute(f"SELECT {names} FROM measurements").fetchone()
+        assert row == ("gpu-1", "sm90", "570.1", "12.8", "2.13.0", "2.13", "7")
         assert raw.execute("PRAGMA user_version").fetchone() == (2,)
 
 
