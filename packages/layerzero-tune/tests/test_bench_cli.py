@@ -168,7 +168,7 @@ def test_the_rule_and_a_busy_machine_are_said(lab, monkeypatch, tmp_path: Path):
         from_json({**data, "cases": [{**data["cases"][0], "busy": "very"}]}, "bench.json")
 
 
-@pytest.mark.req("R-TUNE-09")
+@pytest.mark.req("R-TUNE-03", "R-TUNE-09")
 def test_the_verb_writes_json_csv_and_svg(tmp_path: Path, lab):
     small(lab)
     out, table, plot = tmp_path / "a.json", tmp_path / "a.csv", tmp_path / "a.svg"
@@ -180,6 +180,9 @@ def test_the_verb_writes_json_csv_and_svg(tmp_path: Path, lab):
     rows = list(csv.DictReader(io.StringIO(table.read_text())))
     assert {row["kernel"] for row in rows} >= {"alpha.rms_norm.x", "torch default", "lz.rms_norm"}
     assert all(float(row["median_us"]) > 0 for row in rows) and sum(row["chosen"] == "yes" for row in rows) == 1
+    took = {row["kernel"]: float(row["median_us"]) for row in rows}
+    for row in rows:  # how many times as fast as plain torch
+        assert float(row["times_torch"]) == pytest.approx(took["torch default"] / took[row["kernel"]], abs=0.006)
     drawn = ElementTree.parse(plot).getroot()
     bars = [item for item in drawn.iter() if item.tag.endswith("rect")]
     assert len(bars) == len(case.kernels) + 1 and sum("chosen" in item.get("class") for item in bars) == 1

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 import layerzero as lz
 from layerzero.errors import InvalidInputError
 from layerzero_cli.root import cli
+from tests import own_time
 
 PROGRAM = """
 import torch
@@ -45,6 +46,18 @@ def test_two_functions_are_timed_in_turns_and_their_results_held_side_by_side() 
     apart = lz.compare(plain, inputs, lambda x, weight: plain(x, weight) + 1, seconds=0.1)
     assert apart.difference == pytest.approx(1.0) and apart.report.calls == ()
     assert lz.compare(plain, inputs, lambda x, weight: x.sum(), seconds=0.1).difference is None
+
+
+@pytest.mark.req("R-TUNE-03")
+def test_how_much_faster_the_second_is_stands_first_in_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    own_time.use_own_time(monkeypatch)
+    inputs = (torch.randn(8, 64), torch.randn(64))
+    slow, quick = own_time.taking(3e-3, plain), own_time.taking(1e-3, plain)
+    for before, after, least, most in ((slow, quick, 2.5, 3.0), (quick, slow, 1 / 3, 1 / 2.5)):
+        found = lz.compare(before, inputs, after, seconds=0.1)
+        assert least <= found.speedup <= most
+        assert found.speedup == found.before.median_us / found.after.median_us == found.to_json()["speedup"]
+        assert str(found).startswith(f"{found.speedup:.2f}× on cpu, results differ by at most 0.0e+00")
 
 
 def test_a_function_alone_is_refused() -> None:

@@ -195,6 +195,9 @@ def test_the_fastest_right_kernel_wins(bench):
     assert found.errors["lab.rms_norm.fast"] < 1e-6
     data = found.to_json()["kernels"]["lab.rms_norm.fast"]
     assert data["median_us"] <= data["p95_us"] <= data["p99_us"] and data["samples"] >= 3
+    told = {item.kernel_id: item for item in found.rows}["lab.rms_norm.fast"]
+    assert (told.median_us, told.p95_us, told.p99_us) == (fast.median_us, fast.p95_us, fast.p99_us)
+    assert (told.variance, told.samples) == (fast.steady, fast.samples) and fast.variance > 0.0
 
 
 def test_times_of_a_call_inside_a_graph_are_kept_apart_from_those_of_eager_calls(lab):
@@ -435,7 +438,7 @@ def test_torch_itself_takes_part_where_it_gives_what_the_op_gives(op, options, t
 
 
 # -- sittings ------------------------------------------------------------------------------------------
-@pytest.mark.req("R-TUNE-05", "R-PDB-02", "R-SEL-03", "R-API-26")
+@pytest.mark.req("R-TUNE-04", "R-TUNE-05", "R-PDB-02", "R-SEL-03", "R-API-26")
 def test_tuning_changes_what_is_selected_at_once(bench, tmp_path, monkeypatch):
     monkeypatch.setenv("LAYERZERO_PERFDB", str(tmp_path / "perf.db"))
     lz.reset()
@@ -444,6 +447,8 @@ def test_tuning_changes_what_is_selected_at_once(bench, tmp_path, monkeypatch):
     tuned = tune([context()], seconds=0.1)
     winner = tuned.outcomes[0].trial.winner
     assert winner != "lab.rms_norm.slow" and lz.which("rms_norm", *call()) != "lab.rms_norm.slow"
+    rows = {item.kernel_id: item for item in PerfDB(tmp_path / "perf.db").all()}
+    assert rows == {item.kernel_id: item for item in tuned.outcomes[0].trial.rows} and winner in rows
     assert lz.explain("rms_norm", *call()).decision.winner.measured_us > 0
 
 
