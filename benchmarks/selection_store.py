@@ -138,7 +138,7 @@ def first_lookup() -> float:
     ctx = recording_.traffic.contexts[0]
 
     def ask() -> None:
-        table._asked.clear()
+        table.find.cache_clear()
         table.find(ctx)
 
     return _best(ask, 2000)
@@ -158,7 +158,7 @@ def baked_against_runtime() -> dict[str, float]:
     assert isinstance(follow(spec, ctx, baked), Decision)
 
     def obey() -> None:
-        table._asked.clear()
+        table.find.cache_clear()
         follow(spec, ctx, baked)
 
     def choose() -> None:
