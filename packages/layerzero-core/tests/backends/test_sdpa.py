@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 import layerzero as lz
+from layerzero._ops import attention as ops_attention
 from layerzero.backends.reference.attention import attention as reference
 from layerzero.backends.reference.varlen import paged_attention as paged_reference
 from layerzero.backends.sdpa import default, kernels
+from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context, Strides
 from layerzero.model.enums import Layout
 from layerzero.numerics import Tolerance, assert_close, tolerance
@@ -223,6 +227,129 @@ def test_each_backend_of_sdpa_is_a_kernel_of_its_own():
     assert found == {*CPU_KERNELS, *CUDA_KERNELS, FEW_ROWS}
 
 
+# device, backend of torch's, kernel here, and the operator behind both
+OPERATORS = [
+    ("cpu", SDPBackend.FLASH_ATTENTION, "sdpa.attention.flash_cpu", "flash_attention_for_cpu"),
+    ("cpu", SDPBackend.MATH, "sdpa.attention.math", "attention_math"),
+    ("cuda", SDPBackend.FLASH_ATTENTION, "sdpa.attention.flash", "flash_attention"),
+    ("cuda", SDPBackend.EFFICIENT_ATTENTION, "sdpa.attention.efficient", "efficient_attention"),
+    ("cuda", SDPBackend.CUDNN_ATTENTION, "sdpa.attention.cudnn", "cudnn_attention"),
+    ("cuda", SDPBackend.MATH, "sdpa.attention.math", "attention_math"),
+]
+
+
+def operators(call):
+    """The result, and torch's operators for attention that ran for it once it was hot."""
+    call()
+    with torch.autograd.profiler.profile() as seen:
+        out = call()
+    told = "aten::_scaled_dot_product_"
+    return out, {event.name.removeprefix(told) for event in seen.function_events if event.name.startswith(told)}
+
+
+@pytest.mark.usefixtures("built_in")
+@pytest.mark.req("R-BK-SDPA-01", "R-BK-SDPA-03")
+@pytest.mark.parametrize(
+    ("device", "backend", "kernel", "operator"),
+    [pytest.param(*row, id=f"{row[0]}-{row[3]}", marks=[pytest.mark.gpu] * (row[0] == "cuda")) for row in OPERATORS],
+)
+def test_a_kernel_runs_what_torch_runs_under_sdpa_kernel_and_that_context_picks_it(device, backend, kernel, operator):
+    generator, dtype = torch.Generator().manual_seed(0), torch.float32 if device == "cpu" else torch.float16
+    q, k, v = (torch.randn(2, 4, 48, 64, generator=generator).to(device, dtype) for _ in range(3))
+    with sdpa_kernel(backend):
+        wanted, theirs = operators(lambda: scaled_dot_product_attention(q, k, v, is_causal=True))
+        picked, picks = operators(lambda: lz.attention(q, k, v, is_causal=True))
+    found, mine = operators(lambda: lz.attention(q, k, v, is_causal=True, backend=kernel))
+    assert mine == picks == theirs == {operator}
+    for out in (found, picked):
+        assert_close(out, wanted, tolerance("attention", dtype))
+
+
+FUSED = {name: f"sdpa.attention.{name.removeprefix('sdp_')}" for name in ("sdp_cudnn", "sdp_flash")}
+FUSED["sdp_mem_efficient"] = "sdpa.attention.efficient"
+
+
+@pytest.mark.usefixtures("built_in")
+@pytest.mark.req("R-BK-SDPA-03", "R-BK-SDPA-06")
+@pytest.mark.parametrize(("field", "code"), [("vetoed", "VENDOR_REFUSED"), ("switched_off", "SWITCHED_OFF")])
+def test_a_backend_that_is_absent_is_named_and_the_next_serves_down_to_the_plain_products(field, code):
+    """A described Hopper; which of the fused kernels torch has or allows there is what torch itself says."""
+    sizes = {"batch": 2, "num_heads": 8, "num_kv_heads": 8, "seq_len_q": 64, "seq_len_k": 64, "head_dim": 64}
+    ctx = Context(
+        op="attention", device=fakes.gpu(90), dtype="float16", dtypes=("float16",), layout=Layout.BHSD,
+        dims=tuple({**sizes, "head_dim_v": 64}.items()),
+    )  # fmt: skip
+    with lz.scoped(deny=["sdpa.attention.default"]):  # which leaves the choice to torch
+        gone = set()
+        while gone != set(FUSED):
+            decision = lz.explain("attention", replace(ctx, **{field: frozenset(gone)}))
+            for name, kernel in FUSED.items():
+                why = [(item.code.value, item.value) for item in decision.reasons.get(kernel, ())]
+                assert ((code, name) in why) is (name in gone), (kernel, gone)
+            (served,) = (name for name, kernel in FUSED.items() if kernel == decision.chosen)
+            assert served not in gone
+            gone.add(served)
+        decision = lz.explain("attention", replace(ctx, **{field: frozenset(gone)}))
+        assert decision.chosen == "sdpa.attention.math"
+
+
+@pytest.mark.usefixtures("built_in")
+@pytest.mark.req("R-BK-SDPA-03")
+@pytest.mark.parametrize("causal", [False, True])
+def test_with_torchs_flash_kernel_off_the_same_call_runs_on_the_plain_products(causal):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 48, 64, generator=generator) for _ in range(3))
+    wanted, names = operators(lambda: lz.attention(q, k, v, is_causal=causal))
+    assert names == {"flash_attention_for_cpu"}
+    torch.backends.cuda.enable_flash_sdp(False)  # of every device, whatever its name says
+    try:
+        found, names = operators(lambda: lz.attention(q, k, v, is_causal=causal))
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+    assert names == {"attention_math"}
+    assert_close(found, wanted, tolerance("attention", torch.float32))
+
+
+DROP_IN = {
+    "bool mask": ((2, 4, 9, 16), {"attn_mask": torch.arange(9) % 3 != torch.arange(9)[:, None] % 3}),
+    "float mask": ((2, 4, 9, 16), {"attn_mask": torch.arange(81.0).view(9, 9).sin()}),
+    "dropout": ((2, 4, 9, 16), {"dropout_p": 0.4}),
+    "enable_gqa": ((2, 8, 9, 16), {"enable_gqa": True, "is_causal": True}),
+    "head_dim 84": ((2, 4, 9, 84), {"is_causal": True}),
+    "steps of two": ((2, 4, 9, 32), {}),
+    "heads behind the sequence": ((2, 9, 4, 16), {"is_causal": True}),
+}
+
+
+@pytest.mark.req("R-BK-SDPA-02", "R-BK-SDPA-01")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", DROP_IN)
+def test_a_call_of_torchs_gives_what_torch_gives(name, device):
+    """Dropout included: of one state of the generator both drop the same weights and scale the others alike."""
+    size, options = DROP_IN[name]
+    options = {key: item.to(device) if isinstance(item, torch.Tensor) else item for key, item in options.items()}
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(size, generator=generator).to(device) for _ in range(3))
+    if name == "enable_gqa":
+        k, v = k[:, :2], v[:, 2:4]
+    if name == "steps of two":
+        q, k, v = (item[..., ::2] for item in (q, k, v))
+    if name == "heads behind the sequence":
+        q, k, v = (item.transpose(1, 2) for item in (q, k, v))
+    plain = SDPBackend.MATH  # the one that draws the same weights on every device
+    with sdpa_kernel(plain):
+        torch.manual_seed(3)
+        wanted = scaled_dot_product_attention(q, k, v, **options)
+        torch.manual_seed(3)
+        found = lz.attention(q, k, v, **options, backend="sdpa.attention.math")
+    assert_close(found, wanted, tolerance("attention", torch.float32))
+    if "dropout_p" not in options:
+        assert_close(lz.attention(q, k, v, **options, backend="sdpa"), wanted, tolerance("attention", torch.float32))
+    with pytest.raises(InvalidInputError) as caught:
+        lz.attention(q, k, v, torch.zeros(9, 9, device=device), is_causal=True, backend="sdpa")
+    assert caught.value.code == "MASK_WITH_CAUSAL"
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("large", [False, True], ids=["copied", "part by part"])
 @pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
@@ -278,14 +405,62 @@ def test_gathered_pages_of_grouped_heads_are_attended_without_expanding_them(len
     assert_close(found, wanted, tolerance("attention", dtype))
 
 
+CHECKS = {
+    "can_use_flash_attention": "sdp_flash",
+    "can_use_efficient_attention": "sdp_mem_efficient",
+    "can_use_cudnn_attention": "sdp_cudnn",
+}
+
+
+@pytest.mark.req("R-BK-SDPA-06")
+@pytest.mark.parametrize("refusing", [*CHECKS, None])
+def test_each_check_of_torchs_is_asked_of_these_tensors_and_keeps_its_own_kernel_out(refusing, monkeypatch):
+    """What torch answers is set here: without CUDA it has one answer only. The layout it is asked in is BHSD."""
+    asked = []
+
+    def answer(check, params, debug):
+        asked.append((check, params.query.shape, params.key.shape, params.is_causal, params.dropout))
+        return check != refusing
+
+    for check in CHECKS:
+        monkeypatch.setattr(torch.backends.cuda, check, partial(answer, check))
+    q, k = torch.randn(2, 9, 4, 64), torch.randn(2, 9, 4, 64)
+    given = Context.from_tensors(q, k, k, layout="BSHD", dropout_p=0.25, is_causal=True)
+    found = ops_attention._vetoed(q, k, k, None, 0.25, given)
+    assert found == ({CHECKS[refusing]} if refusing else frozenset())
+    assert asked == [(check, (2, 4, 9, 64), (2, 4, 9, 64), True, 0.25) for check in CHECKS]
+    ctx = replace(given, device=fakes.gpu(90), dtype="float16", dtypes=("float16",), layout=Layout.BHSD, vetoed=found)
+    for name, kernel in FUSED.items():
+        told = [item.value for item in state.world.registry.get(kernel).check(ctx) if item.code == "VENDOR_REFUSED"]
+        assert told == [name] * (name in found)
+
+
 @pytest.mark.gpu
 @pytest.mark.req("R-BK-SDPA-06")
-def test_torchs_own_checks_feed_reasons():
-    q = torch.randn(1, 4, 16, 64, device="cuda", dtype=torch.float16)
-    odd = q[..., :63].contiguous()  # flash and efficient need a multiple of 8
-    assert lz.explain("attention", q, q, q).decision.candidate("sdpa.attention.flash").accepted
-    codes = {r.code for r in lz.explain("attention", odd, odd, odd).decision.candidate("sdpa.attention.flash").reasons}
-    assert codes & {"VENDOR_REFUSED", "HEAD_DIM_NOT_MULTIPLE"}
+@pytest.mark.parametrize(
+    ("size", "mask", "dtype"),
+    [
+        ((1, 4, 16, 64), False, torch.float16), ((1, 4, 16, 63), False, torch.float16),
+        ((1, 4, 16, 320), False, torch.float16), ((1, 4, 16, 64), True, torch.float16),
+        ((1, 4, 16, 64), False, torch.float32),
+    ],
+)  # fmt: skip
+def test_torchs_own_checks_feed_reasons(size, mask, dtype):
+    """Whether a kernel is refused in the vendor's name is what the vendor says of the very tensors."""
+    q = torch.randn(size, device="cuda", dtype=dtype)
+    attn_mask = torch.zeros(size[2], size[2], device="cuda", dtype=dtype) if mask else None
+    params = torch.backends.cuda.SDPAParams(q, q, q, None, 0.0, False, False)
+    report = lz.explain("attention", q, q, q, attn_mask)
+    for check, switch in CHECKS.items():
+        usable = getattr(torch.backends.cuda, check)(params, False)
+        told = [(why.code.value, why.value) for why in report.reasons.get(FUSED[switch], ())]
+        assert (("VENDOR_REFUSED", switch) in told) is (not usable and not mask), (check, told)
+    if size[3] == 64 and dtype is torch.float16 and not mask:
+        assert report.decision.candidate("sdpa.attention.flash").accepted
+    if dtype is torch.float32:
+        assert ("VENDOR_REFUSED", "sdp_flash") in [
+            (why.code.value, why.value) for why in report.reasons["sdpa.attention.flash"]
+        ]
 
 
 @pytest.mark.gpu
