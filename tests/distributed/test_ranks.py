@@ -89,7 +89,7 @@ def test_memory_counts_by_the_poorest_rank(ranks: list[dict[str, Any]]) -> None:
     assert all(found == [least, least] for found in told(ranks, "memory again"))
 
 
-@pytest.mark.req("R-DIST-04", "R-DIST-08")
+@pytest.mark.req("R-DIST-04", "R-DIST-08", "R-CTX-12")
 def test_tensor_parallel_attention_with_uneven_heads_runs_one_invariant_kernel(ranks: list[dict[str, Any]]) -> None:
     found = told(ranks, "tp")  # that the parts are the whole was checked there, against float64
     assert len({item["heads"] for item in found}) == 2 and sum(item["heads"] for item in found) == 2 * len(ranks) + 1

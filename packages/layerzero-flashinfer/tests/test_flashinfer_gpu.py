@@ -499,6 +499,7 @@ def test_one_plan_serves_all_layers_and_dropped_batches_give_their_wrapper_back(
     assert all(len(slots) <= plans._SPARE for slots in plans._free.values())
 
 
+@pytest.mark.req("R-BK-FI-03", "R-BK-FI-07")
 def test_the_public_face_reaches_flashinfer_and_says_so():
     usable("flashinfer.attention.single_fa2", dtype="bfloat16", head_dim=128, batch=1, seq_len_q=64)
     q = torch.randn(1, 8, 64, 128, device=CUDA, dtype=torch.bfloat16)
@@ -529,7 +530,7 @@ else:
 """
 
 
-@pytest.mark.req("R-WARM-04")
+@pytest.mark.req("R-WARM-04", "R-BK-FI-05")
 def test_a_warm_up_has_the_library_compile_into_our_cache_and_a_later_process_compiles_nothing(tmp_path):
     jit = tmp_path / "jit"
     env = {**os.environ, "LAYERZERO_JIT_CACHE_DIR": str(jit), "FLASHINFER_WORKSPACE_BASE": ""}

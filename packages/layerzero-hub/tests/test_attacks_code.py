@@ -54,6 +54,7 @@ def test_a_symbol_outside_pythons_stable_abi(bench, tmp_path, strip):
     assert "_Py_IsFinalizing" in str(caught.value)
 
 
+@pytest.mark.req("R-BK-HF-02")
 def test_stable_symbols_pass(bench, tmp_path):
     bench.lock(with_binary(bench, "stable", compile_c(tmp_path, STABLE_PYTHON)))
 
@@ -232,7 +233,6 @@ def test_an_import_that_fails(bench, code, word):
     assert caught.value.code.value == "HUB_PROBE_FAILED" and word in str(caught.value)
 
 
-@pytest.mark.req("R-BK-HF-02")
 def test_an_override_in_c_plus_plus(bench, tmp_path):
     files = compiled_kernel(tmp_path, identity="_lz_native_override", override=True)
     bench.put("org/native-override", files)

@@ -28,6 +28,7 @@ def codes(status):
     return [item.code.value for item in status.reasons]
 
 
+@pytest.mark.req("R-BK-HF-01")
 def test_an_absent_vendor_is_reported_with_the_command_that_brings_it():
     with pretend({"kernels": None}):
         status = layerzero_capabilities(DEVICE)

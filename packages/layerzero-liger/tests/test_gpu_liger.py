@@ -104,7 +104,7 @@ def test_gated_activations_match_the_reference(shape: tuple[int, ...], dtype: to
     compare("gelu_and_mul", lambda x: gated.gelu_and_mul(x, "tanh"), lambda x: reference_mlp.gelu_and_mul(x, "tanh"), x)
 
 
-@pytest.mark.req("R-BK-LG-04")
+@pytest.mark.req("R-BK-LG-04", "R-BK-LG-02")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("layout", "rotary_dim"), [("BSHD", 128), ("BHSD", 128), ("BSHD", 64)])

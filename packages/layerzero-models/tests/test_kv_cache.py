@@ -306,7 +306,7 @@ def test_the_batch_is_that_of_paged_attention_and_of_flashinfer():
     assert cache.paged_batch((0, 1)).page_places(4)[2].tolist() == [0, 1]
 
 
-@pytest.mark.req("R-KV-03", "R-KV-05")
+@pytest.mark.req("R-KV-03", "R-KV-05", "R-CTX-11")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_kernels_are_filtered_by_the_layout_and_page_size_of_the_cache(lab, layout):
     both = {"gqa", "paged", "paged_prefill", "lse", "head_dim_v"}

@@ -31,6 +31,7 @@ def codes(status):
     return [item.code.value for item in status.reasons]
 
 
+@pytest.mark.req("R-BK-XF-01")
 def test_an_absent_vendor_is_reported_with_the_command_that_brings_it():
     with pretend(ALONE | {"xformers": None}):
         status = layerzero_capabilities(DEVICE)
@@ -62,6 +63,7 @@ def test_with_the_vendor_there_its_version_and_kernels_are_named():
     assert "xformers.ops" in imported
 
 
+@pytest.mark.req("R-BK-XF-01")
 def test_a_device_it_cannot_use_is_named():
     with pretend(ALONE, {"xformers": None}):
         assert codes(layerzero_capabilities(fakes.cpu())) == ["PLATFORM_MISMATCH"]

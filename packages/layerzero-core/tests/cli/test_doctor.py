@@ -313,6 +313,7 @@ def test_two_plugins_that_claim_one_backend_are_a_conflict(site: Path, monkeypat
     assert check.status == "fail" and check.code in ("PLUGIN_DUPLICATE", "KERNEL_DUPLICATE") and check.fix
 
 
+@pytest.mark.req("R-DEV-10")
 def test_vendor_packages_that_do_not_go_together_are_a_conflict(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"flashinfer-cubin": "0.6.13", "flashinfer-python": "0.7.2"}
     monkeypatch.setattr(check_backends, "dist_version", versions.get)

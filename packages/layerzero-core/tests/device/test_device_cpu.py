@@ -48,7 +48,7 @@ def describe(text: str, torch: Any = OLD_TORCH) -> Any:
     return cpu_spec(torch, cpuinfo=text, machine="x86_64")
 
 
-@pytest.mark.req("R-ENV-03")
+@pytest.mark.req("R-ENV-03", "R-BK-CPU-04")
 @pytest.mark.parametrize(
     ("text", "vendor", "has", "lacks", "amx"),
     [
@@ -91,6 +91,7 @@ def test_a_raising_or_empty_report_falls_back_to_the_file() -> None:
         assert "avx2" in describe(ZEN3, torch).cpu_features
 
 
+@pytest.mark.req("R-BK-CPU-04")
 def test_both_sources_agree_on_this_machine() -> None:
     torch = pytest.importorskip("torch")
     if not hasattr(torch.cpu, "get_capabilities"):

@@ -76,7 +76,7 @@ def no_driver_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
     return tmp_path
 
 
-@pytest.mark.req("R-DEV-04", "R-CORE-20", "R-CORE-21", "R-ENV-01")
+@pytest.mark.req("R-DEV-04", "R-CORE-20", "R-CORE-21", "R-ENV-01", "R-BK-FA4-01")
 @pytest.mark.parametrize(("major", "minor"), [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_cuda_device_is_described_from_its_properties(major: int, minor: int, no_driver_files: Any) -> None:
     (no_driver_files / "_KERNEL_DRIVER").write_text("580.65.06\n")
@@ -116,7 +116,7 @@ def test_detection_uses_an_overridden_generation_map() -> None:
     assert spec.tensor_core_generation == 4
 
 
-@pytest.mark.req("R-DEV-06", "R-ENV-02")
+@pytest.mark.req("R-DEV-06", "R-ENV-02", "R-DEV-04")
 @pytest.mark.parametrize(
     ("arch", "gfx", "fp8"),
     [
@@ -188,6 +188,7 @@ def test_detect_describes_the_gpu_of_this_machine() -> None:
     assert 0 < (free_bytes("cuda") or 0) <= spec.memory_bytes
 
 
+@pytest.mark.req("R-BK-CPU-03")
 def test_accelerators_are_named_by_their_torch_word() -> None:
     xpu = Accelerator(SimpleNamespace(name="Intel Data Center GPU Max 1550", total_memory=2**37, driver_version="1.6"))
     hpu = Accelerator(SimpleNamespace(name="GAUDI3", total_memory=2**37))
@@ -241,6 +242,7 @@ def test_a_broken_driver_counts_as_no_device() -> None:
     assert probe_device(torch=fake_torch(cuda=broken)).device_type == "cpu"
 
 
+@pytest.mark.req("R-DEV-04")
 def test_driver_version_falls_back_from_module_to_nvml_to_torch(
     no_driver_files: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

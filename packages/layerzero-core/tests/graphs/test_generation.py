@@ -79,7 +79,7 @@ def test_instruction_families_follow_the_hardware_not_the_number(sm: int, famili
     assert DEFAULT_GENERATIONS.lookup(sm).families == families
 
 
-@pytest.mark.req("R-DEV-08")
+@pytest.mark.req("R-DEV-08", "R-DEV-03")
 def test_descriptor_overrides_a_range_and_leaves_the_rest() -> None:
     real = DEFAULT_GENERATIONS.override({"75-79": {"tensor_core_generation": 2}, "89": {"tensor_core_generation": 4}})
     assert real.lookup(75).tensor_core_generation == 2

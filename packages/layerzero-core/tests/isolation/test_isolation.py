@@ -314,7 +314,7 @@ def test_an_isolated_kernel_is_selected_runs_and_says_so(toy: dict[str, Any]) ->
     assert reasons()[0] == "BACKEND_NOT_INSTALLED"
 
 
-@pytest.mark.req("R-ISO-02")
+@pytest.mark.req("R-ISO-02", "R-DEV-10")
 def test_a_clash_found_in_metadata_starts_a_process_of_its_own(toy: dict[str, Any], monkeypatch: Any) -> None:
     monkeypatch.syspath_prepend(toy["path"][0])  # installed here after all, beside what it cannot live with
     lz.reset()

@@ -147,7 +147,7 @@ def test_mask_kinds(mask: torch.Tensor | None, kind: MaskKind) -> None:
     assert Context.from_tensors(t(2, 4, 5, 8), layout="BHSD", attn_mask=mask).attn_mask_type is kind
 
 
-@pytest.mark.req("R-CTX-08", "R-FAIL-04")
+@pytest.mark.req("R-CTX-08", "R-FAIL-04", "R-BK-SDPA-02")
 @pytest.mark.parametrize("causal", [True, "bottom_right"])
 def test_a_mask_beside_is_causal_is_refused(causal: Any) -> None:
     for call in (lambda **kw: Context.from_tensors(t(2, 4, 5, 8), layout="BHSD", **kw), _attend):
