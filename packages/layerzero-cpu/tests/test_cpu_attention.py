@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import layerzero as lz
 from layerzero.backends.reference.attention import attention as reference
 from layerzero.numerics.tolerances import tolerance
 from layerzero_cpu.attention import attention
@@ -69,6 +70,30 @@ def test_random_calls_match_the_reference(isa: str, seed: int) -> None:
         wanted, wanted_lse = truth(args)
         close(found, wanted, dtype)
         torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.req("R-BK-SDPA-07")
+@pytest.mark.parametrize("way", ["asked for", "preferred"])
+def test_where_a_kernel_of_another_backend_serves_none_of_torchs_runs(way: str) -> None:
+    """Torch's own are out, each with its reason, and the switches of torch's `sdpa_kernel` stay as they are."""
+    q, k, v = (torch.randn(1, 4, 48, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    names = ("flash", "mem_efficient", "math", "cudnn")
+    switches = [getattr(torch.backends.cuda, f"{name}_sdp_enabled") for name in names]
+    before = [switch() for switch in switches]
+    asked = {"backend": "cpu"} if way == "asked for" else {}
+    with lz.scoped(prefer=["cpu.attention.flash"]):
+        lz.attention(q, k, v, is_causal=True, **asked)  # the first call of a kind may hold it against another kernel
+        with torch.autograd.profiler.profile() as seen:
+            found = lz.attention(q, k, v, is_causal=True, **asked)
+        report = lz.explain("attention", q, k, v, is_causal=True, **asked)
+    ran = [event.name for event in seen.function_events]
+    assert "layerzero::attention" in ran and not [name for name in ran if "scaled_dot_product" in name]
+    assert report.chosen == report.ran == "cpu.attention.flash"
+    theirs = {name: why for name, why in report.reasons.items() if name.startswith("sdpa.")}
+    code = "BACKEND_NOT_REQUESTED" if asked else "OUTSCORED"
+    assert theirs["sdpa.attention.flash_cpu"][0].code == code and all(theirs.values())
+    assert [switch() for switch in switches] == before
+    close(found, truth((q, k, v, None, 0.0, True, None, None, None, None))[0], torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

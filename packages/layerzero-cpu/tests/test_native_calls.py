@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy
 import pytest
@@ -71,6 +73,31 @@ def test_instruction_sets_are_listed_and_forced():
         native.set_isa(before)
     with pytest.raises(ValueError, match="no instruction set is called quantum"):
         native.set_isa("quantum")
+
+
+# What each of ours asks of a processor, in the words of /proc/cpuinfo; each set holds those before it.
+FLAGS = {
+    "x86_64": {
+        "portable": (),
+        "avx2": ("avx2", "fma", "f16c"),
+        "avx512": ("avx512f", "avx512dq", "avx512bw", "avx512vl"),
+        "avx512_vnni": ("avx512_vnni",),
+        "avx512_bf16": ("avx512_bf16",),
+        "amx": ("amx_bf16", "amx_tile", "amx_int8"),
+    },
+    "aarch64": {"portable": (), "neon": ("asimd",), "dotprod": ("asimddp", "asimdhp", "fphp")},
+}[platform.machine()]
+
+
+@pytest.mark.req("R-BK-CPU-04")
+def test_the_instruction_sets_of_this_processor_are_found_and_the_best_of_them_is_used():
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    (found,) = {line for line in lines if line.startswith(("flags", "Features"))}
+    here = [name for name, flags in FLAGS.items() if set(flags) <= set(found.split())]
+    assert list(native.isas()) == list(FLAGS) and list(native.isas_here()) == here == list(FLAGS)[: len(here)]
+    best = os.environ.get("LAYERZERO_CPU_ISA") or here[-1]
+    assert native.isa() == best, "tests that change it put it back"
+    assert native.isa_of("rms_norm") != "portable" or best == "portable", "a kernel of the best set it was built for"
 
 
 @pytest.mark.req("R-BK-CPU-04")
