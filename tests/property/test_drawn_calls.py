@@ -6,12 +6,14 @@ A few calls of each, always the same ones; with LAYERZERO_PROVE=1 many (`make pr
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 import layerzero as lz
+from layerzero.model.enums import Platform
 from layerzero.runtime.state import state
 from tests.property.drawn import agree, flat, gradients, laid_out, negated, others, wanting, wide
 from tests.property.drawn_ops import CASES, TOKENS, calls
@@ -44,6 +46,38 @@ def test_as_it_is_with_any_dtype_and_strides(op: str) -> None:
         for number, call in enumerate(calls(op, 2, dtype)):
             given = [laid_out(random.Random(number), t) for t in call.tensors]
             agree(call, call.run(*given), call.formula(*wide(call.tensors)))
+
+
+OF_GPUS = frozenset({"cutlass", "flash_attn", "flashinfer", "liger_kernel", "quack", "triton", "xformers"})
+ASKING = ("_lazy_init", "current_device", "current_stream", "get_device_properties", "mem_get_info", "synchronize")
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks torch for something of a GPU where there is none fails the test."""
+    for name in ASKING if not torch.cuda.is_available() else ():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name, **__: pytest.fail(f"torch.cuda.{name} was called"))
+
+
+@pytest.mark.req("R-BK-CPU-05")
+@pytest.mark.usefixtures("no_gpu")
+@EVERY
+def test_on_a_cpu_the_choice_and_the_last_fallback_are_right_and_nothing_of_a_gpu_is_touched(op: str) -> None:
+    """The reference alone may serve every second call: it is what is left when every other kernel is out."""
+    known, kernels = set(sys.modules), state.world.registry.kernels
+    with lz.observe() as seen:
+        for number, call in enumerate(calls(op, 2)):
+            allowed = ["reference"] if number % 2 else None
+            before = seen.calls()
+            with lz.scoped(allow=allowed):
+                found = call.run(*call.tensors)
+            agree(call, found, call.formula(*wide(call.tensors)))
+            ran = {key for key, count in seen.calls().items() if count > before.get(key, 0)}
+            assert op in {name for name, _ in ran}, "somebody served it"
+            for _, kernel_id in ran:
+                assert Platform.CPU in kernels[kernel_id].platforms, kernel_id
+                assert allowed is None or kernels[kernel_id].backend == "reference", kernel_id
+    assert not OF_GPUS & {name.partition(".")[0] for name in set(sys.modules) - known}
 
 
 @pytest.mark.fault(6)
