@@ -171,6 +171,7 @@ def scenes(rank: int, world: int) -> dict[str, Any]:
 
 
 def tensor_parallel(rank: int, world: int) -> dict[str, Any]:
+    from layerzero.model.situation import situation
     from layerzero.numerics import assert_close, tolerance
 
     torch.manual_seed(7)
@@ -190,13 +191,13 @@ def tensor_parallel(rank: int, world: int) -> dict[str, Any]:
     agreement = lz.agree(timeout=60, tp_invariant=True)
     assert_close(lz.attention(*mine), with_all[:, share], tolerance("attention", "float32"))
     report = lz.explain("attention", *mine)
-    asked = agreement.choices.asked
+    asked, told = agreement.choices.asked, situation(report.context)
     agreement.leave()
     lz.reset()
     return {
         "heads": len(share), "before": before, "chosen": report.chosen, "asked": asked,
         "codes": [item.code.value for item in report.reasons["other.attention.fast"]],
-        "tp_size": report.context.tp_size,
+        "tp_size": report.context.tp_size, "tp_rank": report.context.tp_rank, "situation": list(map(str, told)),
     }  # fmt: skip
 
 

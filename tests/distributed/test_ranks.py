@@ -96,6 +96,8 @@ def test_tensor_parallel_attention_with_uneven_heads_runs_one_invariant_kernel(r
     assert {item["before"] for item in found} == {"other.attention.fast"}
     assert len({item["chosen"] for item in found}) == 1 and found[0]["chosen"] != "other.attention.fast"
     assert all(item["codes"] == ["TP_INVARIANCE_REQUIRED"] and item["tp_size"] == len(ranks) for item in found)
+    assert [item["tp_rank"] for item in found] == list(range(len(ranks)))
+    assert len({tuple(item["situation"]) for item in found}) == 1, "what one rank measures holds for all of them"
 
 
 def test_a_rank_that_does_not_come_is_named_and_the_others_go_on(ranks: list[dict[str, Any]]) -> None:

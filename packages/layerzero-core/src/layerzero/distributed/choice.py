@@ -72,9 +72,9 @@ class RankChoices:
 
     def requires(self, ctx: Context) -> Context:
         """The context as a member of a tensor-parallel group that wants results independent of its size."""
-        if not self.tp_invariant or len(self.group) < 2:
-            return ctx
-        return replace(ctx, tp_size=len(self.group), needs=ctx.needs | {"tp_invariant"})
+        group, needs = self.group, ctx.needs | {"tp_invariant"}
+        wanted = self.tp_invariant and len(group) > 1
+        return replace(ctx, tp_size=len(group), tp_rank=group.index(self.rank), needs=needs) if wanted else ctx
 
     def settle(self, decision: Decision) -> Decision:
         """The decision that holds for the group; the given one where nobody else has a say."""

@@ -15,7 +15,7 @@ from layerzero.model.context import Context
 from layerzero.model.enums import OpKind
 
 # Not part of a situation: the machine (the table's own header), sizes (buckets), and values no choice depends on.
-_SKIPPED = frozenset({"op", "device", "dims", "notes"})
+_SKIPPED = frozenset({"op", "device", "dims", "notes", "tp_rank"})
 _NAMES = sorted(f.name for f in fields(Context) if f.compare and f.name not in _SKIPPED and not f.name.startswith("_"))
 _PROPERTIES = attrgetter(*_NAMES)
 _USUAL = _PROPERTIES(Context("attention", dims=(("head_dim", 1),)))
