@@ -20,11 +20,14 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.dispatch.bind import resolve
 from layerzero.dispatch.run import current_world
+from layerzero.model.context import Context
+from layerzero.model.device import DeviceSpec
 from layerzero.model.kernel import KernelSpec
 from layerzero.model.packed import PackedWeight
 from layerzero.model.quant import FORMATS, QuantizedTensor, QuantScheme
 from layerzero.numerics import compare, full_float32
 from layerzero.numerics.tolerances import tolerance
+from layerzero.plugin.manager import load_plugins
 from layerzero.runtime.state import state
 from layerzero_verify.kernels import Bench, flat
 from layerzero_verify.ladder import verify
@@ -198,6 +201,31 @@ def test_a_kernel_that_declares_tf32_serves_only_while_the_program_allows_it(fre
         if not on:
             refused = next(item for item in report.candidates if item.kernel_id == spec.kernel_id)
             assert [reason.code for reason in refused.reasons] == ["SWITCHED_OFF"]
+
+
+@pytest.mark.req("R-DEV-07")
+def test_fp8_numbers_begin_with_ada_and_fp8_attention_with_hopper() -> None:
+    """Of the kernels of every backend, whatever is installed: those that compute in FP8, by the GPUs they take."""
+    kernels = load_plugins(env={}).registry.kernels.values()
+
+    def takes(spec: KernelSpec) -> list[int]:
+        return [sm for sm in (75, 80, 86, 89, 90, 100, 120) if not spec.check_device(DeviceSpec.for_sm(sm))]
+
+    attention = [k for k in kernels if "attention" in k.op and any(word.startswith("float8") for word in k.dtypes)]
+    assert attention
+    for spec in attention:
+        assert takes(spec) and min(takes(spec)) >= 90, spec.kernel_id
+    products = [
+        k for k in kernels if k.op == "linear" and "quant_native" in k.features and "fp8_e4m3" in k.quant_formats
+    ]
+    assert min(min(takes(spec)) for spec in products) == 89
+    anywhere = replace(attention[0], min_sm=None, instruction_families=frozenset())
+    sizes = dict.fromkeys(("batch", "num_heads", "num_kv_heads", "seq_len_q", "seq_len_k"), 8)
+    dims = tuple({**sizes, "head_dim": 128, "head_dim_v": 128}.items())
+    for sm, begins in ((86, False), (89, True), (90, True)):
+        ctx = Context("attention", DeviceSpec.for_sm(sm), "float8_e4m3fn", dims, dtypes=("float8_e4m3fn",))
+        found = [(why.code.value, why.limit) for why in anywhere.check(ctx)]
+        assert (("FP8_UNSUPPORTED", 89) in found) is not begins, sm
 
 
 @pytest.mark.gpu

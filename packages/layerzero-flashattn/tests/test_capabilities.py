@@ -150,6 +150,15 @@ def test_the_head_dims_of_flash_attention_4_follow_the_instruction_family(sm, di
     assert ("flashattn4" in fitting(call(sm, dim=dim, dim_v=dim_v))) is fits
 
 
+@pytest.mark.req("R-BK-FA4-04")
+@pytest.mark.parametrize("sm", [80, 90, 100, 110, 120])
+def test_flash_attention_4_takes_fp16_and_bf16_everywhere_and_float32_nowhere(sm):
+    for dtype in ("float16", "bfloat16"):
+        assert "flashattn4" in fitting(call(sm, dtype=dtype)), dtype
+    assert "flashattn4" not in fitting(call(sm, dtype="float32"))
+    assert "DTYPE_UNSUPPORTED" in codes("flashattn4", call(sm, dtype="float32"))
+
+
 @pytest.mark.req("R-BK-FA4-02")
 def test_datacenter_blackwell_is_served_by_its_tensor_core_instruction_and_by_nothing_without_it():
     def mine(device):
