@@ -10,6 +10,7 @@ from torch.nn import functional
 
 import layerzero as lz
 from layerzero.plugin.manager import load_plugins
+from tools.pretended_vendors import pretend
 
 SCOPE = {
     "FlashAttention": ("flashattn2", "flashattn3", "flashattn4"),
@@ -35,11 +36,13 @@ def test_every_library_of_the_scope_is_found_or_says_why_not(library: str, backe
 
 @pytest.mark.req("R-BK-OT-01")
 def test_the_cpu_backend_speaks_of_onednn_and_zendnn() -> None:
+    """oneDNN is what this torch has of it; ZenDNN is spoken of as zentorch, where that is installed."""
     from layerzero_cpu.plugin import libraries
 
-    words = " ".join(libraries())
-    assert "oneDNN" in words
-    assert lz.list_kernels("attention")
+    assert torch.backends.mkldnn.is_available() and "oneDNN" in " ".join(libraries())
+    for version, said in ((None, []), ("2.14.0.1", ["zentorch 2.14.0.1"])):
+        with pretend({"zentorch": version}, {"zentorch": None}):
+            assert [phrase for phrase in libraries() if phrase.startswith("zentorch")] == said
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -81,6 +84,17 @@ def test_every_kind_of_op_of_the_scope_is_dispatched_and_right(row: tuple[Any, .
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
     report = lz.explain(op, *args, **options)
     assert report.chosen and report.ran == report.chosen
+
+
+@pytest.mark.req("R-BK-OT-01")
+def test_with_no_library_at_all_pytorch_serves_every_op() -> None:
+    alone = load_plugins(env={"LAYERZERO_PLUGINS": ""}).registry
+    assert {spec.backend for spec in alone.kernels.values()} <= {"inductor", *SCOPE["PyTorch"]}
+    for _, op, args, options, want in OPS:
+        assert alone.by_op(op), op
+        with lz.scoped(allow=list(SCOPE["PyTorch"])):
+            torch.testing.assert_close(getattr(lz, op)(*args, **options), want, rtol=1e-4, atol=1e-5)
+            assert lz.explain(op, *args, **options).ran in alone.kernels
 
 
 @pytest.mark.req("R-OP-01")

@@ -37,6 +37,7 @@ def test_an_absent_vendor_is_reported_with_the_command_that_brings_it():
     assert status.fix == status.reasons[0].hint == "pip install 'layerzero-liger[liger]'"
 
 
+@pytest.mark.req("R-BK-LG-01")
 def test_a_version_outside_the_range_is_reported_with_the_range():
     with pretend({"liger-kernel": "0.5.0", "triton": "3.9.0"}, {"liger_kernel": None}) as imported:
         status = layerzero_capabilities(DEVICE)
@@ -58,6 +59,8 @@ def test_with_the_vendor_there_it_offers_its_kernels():
         status = layerzero_capabilities(DEVICE)
     assert (status.available, status.version, codes(status)) == (True, "0.8.5", [])
     assert {name.split(".")[1] for name in status.kernels} == OPS
+    with pretend({"liger-kernel": "0.8.5", "triton": "3.5.0"}, {"liger_kernel": None}):
+        assert layerzero_capabilities(DEVICE).available, "the oldest Triton that fits"
     assert "liger_kernel" in imported
 
 
@@ -104,7 +107,13 @@ def test_the_fused_block_takes_square_blocks_only():
 
 
 @pytest.mark.req("R-BK-LG-01")
-@pytest.mark.parametrize(("triton", "code"), [(None, "BACKEND_NOT_INSTALLED"), ("2.3.1", "BACKEND_VERSION_MISMATCH")])
+@pytest.mark.parametrize(
+    ("triton", "code"),
+    [
+        (None, "BACKEND_NOT_INSTALLED"),
+        *((version, "BACKEND_VERSION_MISMATCH") for version in ("2.3.1", "3.4.0", "4.0.0")),
+    ],
+)
 def test_the_triton_under_it_has_to_fit(triton, code):
     with pretend({"liger-kernel": "0.8.5", "triton": triton}, {"liger_kernel": None}):
         status = layerzero_capabilities(DEVICE)

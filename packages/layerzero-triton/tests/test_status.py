@@ -52,12 +52,15 @@ def test_with_the_vendor_there_it_names_version_and_kernels():
 
 
 @pytest.mark.req("R-BK-TR-04")
-def test_on_rocm_it_offers_all_but_the_fp8_weights():
+def test_on_rocm_it_offers_all_but_packed_weights_and_grouped_attention():
     with pretend({"triton": "3.9.0"}, {"triton": None}):
         status = layerzero_capabilities(fakes.gpu(90, platform=Platform.ROCM, sm_version=None))
-    assert status.available
-    assert "triton.rope.fused" in status.kernels
-    assert "triton.linear.fp8_weight" not in status.kernels
+        cuda = layerzero_capabilities(DEVICE)
+    assert status.available and cuda.available and set(status.kernels) < set(cuda.kernels)
+    assert {"triton.rope.fused", "triton.rms_norm.rows", "triton.paged_attention.split"} <= set(status.kernels)
+    assert "triton.linear.fp8_weight" in cuda.kernels and "triton.linear.fp8_weight" not in status.kernels
+    lacking = {name.split(".")[1] for name in set(cuda.kernels) - set(status.kernels)}
+    assert lacking == {"linear", "moe", "grouped_attention"}
 
 
 def test_a_device_it_cannot_use_is_named():
