@@ -66,6 +66,7 @@ def test_the_formula_of_an_activation_counts(asked):
     assert [given for _, given in asked.found] == [("gelu_tanh",), ("gelu",)]
 
 
+@pytest.mark.req("R-BK-FI-05")
 @pytest.mark.needs_tool("ninja")
 def test_what_was_built_together_is_not_built_again_when_it_is_loaded(asked, monkeypatch, tmp_path):
     """Ninja itself, with cp for a compiler, run as FlashInfer 0.6.6 runs it: above all modules, then inside of one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from layerzero.model.op import Call
 from layerzero.registry.capabilities import load_capabilities
 from layerzero_flashinfer import modules, plugin
 from layerzero_flashinfer.options import Options, options
-from layerzero_flashinfer.vendor import cache_base, prepare, starts_with
+from layerzero_flashinfer.vendor import cache_base, lib, prepare, starts_with
 from layerzero_verify.testing import fakes
 from layerzero_verify.testing.kit import import_string, operation
 from tools.pretended_vendors import pretend
@@ -29,6 +30,26 @@ def test_compiled_kernels_are_kept_below_our_cache_which_is_ours_alone(tmp_path)
     assert stat.S_IMODE(base.stat().st_mode) == 0o700
     assert prepare(env) == base
     assert cache_base({"XDG_CACHE_HOME": "/somewhere"}).parts[-3:] == ("layerzero", "jit", "flashinfer")
+
+
+@pytest.mark.req("R-BK-FI-05")
+@pytest.mark.parametrize("named", [False, True], ids=["ours", "the user's"])
+def test_flashinfer_is_told_where_to_keep_what_it_compiles_before_it_is_imported(tmp_path, monkeypatch, named):
+    """A module in its place reads the variable as it does: once, while it is imported."""
+    code = "import os\nFOLDER = os.environ['FLASHINFER_WORKSPACE_BASE']\n"
+    (tmp_path / "flashinfer.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    monkeypatch.setenv("LAYERZERO_JIT_CACHE_DIR", str(tmp_path / "jit"))
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "theirs") if named else "")
+    lib.cache_clear()
+    try:
+        found = lib().FOLDER
+    finally:
+        lib.cache_clear()
+        sys.modules.pop("flashinfer", None)
+    assert found == str(tmp_path / "theirs" if named else tmp_path / "jit" / "flashinfer")
+    assert (tmp_path / "jit" / "flashinfer").is_dir() is not named
 
 
 def test_a_cache_the_user_names_is_left_alone(tmp_path):
