@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -104,11 +105,44 @@ def test_sizes_and_groups_are_extracted() -> None:
     assert plain.gqa_ratio == 1
 
 
+@pytest.mark.req("R-CTX-05", "R-CTX-06")
+@pytest.mark.parametrize(("kv_heads", "ratio"), [(8, 1), (4, 2), (2, 4), (1, 8)])
+def test_sizes_are_those_of_the_layout_in_a_context_and_in_a_call(kv_heads: int, ratio: int) -> None:
+    q, k, v = t(3, 8, 5, 16), t(3, kv_heads, 9, 16), t(3, kv_heads, 9, 24)
+    for layout in ("BHSD", "BSHD"):
+        given = (q, k, v) if layout == "BHSD" else tuple(item.transpose(1, 2).contiguous() for item in (q, k, v))
+        for ctx in (
+            Context.from_tensors(*given, layout=layout),
+            lz.explain("attention", *given, layout=layout).context,
+        ):
+            assert (ctx.batch, ctx.num_heads, ctx.num_kv_heads) == (3, 8, kv_heads)
+            assert (ctx.seq_len_q, ctx.seq_len_k, ctx.head_dim, ctx.dim("head_dim_v")) == (5, 9, 16, 24)
+            assert (ctx.enable_gqa, ctx.gqa_ratio, "gqa" in ctx.needs) == (ratio > 1, ratio, ratio > 1)
+
+
+@pytest.mark.req("R-CTX-10")
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+def test_shared_heads_of_320_that_skip_every_other_number_give_what_torch_gives(lab: Any, layout: str) -> None:
+    q, k, v = t(2, 8, 5, 640)[..., ::2], t(2, 2, 9, 640)[..., ::2], t(2, 2, 9, 640)[..., 1::2]
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        *(item.contiguous() for item in (q, k, v)), enable_gqa=True
+    )
+    given = (q, k, v) if layout == "BHSD" else tuple(item.transpose(1, 2) for item in (q, k, v))
+    ctx = lz.explain("attention", *given, layout=layout).context
+    assert (ctx.gqa_ratio, ctx.stride_last_dim, ctx.head_dim) == (4, 2, 320)
+    there = Context.from_tensors(*(item.half() for item in given), layout=layout, device=named_device("h100"))
+    refused = lz.explain("attention", replace(there, strides=ctx.strides)).reasons
+    for kernel in ("sdpa.attention.flash", "sdpa.attention.cudnn"):
+        assert {"STRIDE_LAST_DIM", "HEAD_DIM_TOO_LARGE"} <= {why.code.value for why in refused[kernel]}
+    found = lz.attention(*given, layout=layout)
+    torch.testing.assert_close(found if layout == "BHSD" else found.transpose(1, 2), wanted, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.req("R-CTX-04", "R-CTX-10", "R-CTX-15")
 def test_strides_are_captured() -> None:
-    dense = Context.from_tensors(t(2, 4, 5, 16), layout="BHSD")
-    assert dense.is_contiguous
-    assert dense.stride_last_dim == 1
+    whole = Context.from_tensors(t(2, 4, 5, 16), layout="BHSD")
+    assert whole.is_contiguous
+    assert whole.stride_last_dim == 1
     skipping = Context.from_tensors(t(2, 4, 5, 32)[..., ::2], layout="BHSD")
     assert not skipping.is_contiguous
     assert skipping.stride_last_dim == 2
@@ -119,6 +153,10 @@ def test_strides_are_captured() -> None:
     assert expanded.strides.order == "other"
     uneven = Context.from_tensors(t(2, 4, 5, 17)[..., :16], layout="BHSD")
     assert not uneven.strides.aligned
+    dense, skips = t(2, 4, 5, 16), t(2, 4, 5, 32)[..., ::2]
+    for tensors in ((dense, skips, dense), (dense, dense, skips)):  # one of the three is enough
+        ctx = Context.from_tensors(*tensors, layout="BHSD")
+        assert (ctx.is_contiguous, ctx.stride_last_dim) == (False, 2)
 
 
 @pytest.mark.req("R-CTX-15")
