@@ -249,6 +249,28 @@ def test_a_kernel_is_disabled_after_n_failures_and_enabled_after_the_cooldown(cl
     assert dict(health.snapshot().kernels) == {}
 
 
+@pytest.mark.req("R-HLTH-01")
+def test_a_kernels_status_is_that_of_its_breaker_or_of_its_backends(clock: Clock) -> None:
+    health = registry(clock, failures=2, cooldown_s=30.0)
+    seen = []
+    for step in (
+        lambda: None, lambda: health.kernel_failed(KERNEL), lambda: health.kernel_failed(KERNEL),
+        lambda: setattr(clock, "now", clock.now + 30.0), lambda: health.kernel_succeeded(KERNEL),
+        lambda: health.kernel_failed(KERNEL), lambda: health.kernel_succeeded(KERNEL),
+    ):  # fmt: skip
+        step()
+        health.tick()
+        found = health.snapshot()
+        seen.append((found.status(KERNEL).value, found.state(KERNEL).failures))
+    assert seen == [
+        ("healthy", 0), ("degraded", 1), ("unhealthy", 2), ("degraded", 2), ("healthy", 0), ("degraded", 1),
+        ("healthy", 0),
+    ]  # fmt: skip
+    health.configure(BreakerSettings(failures=1))
+    health.backend_failed("fake")
+    assert health.snapshot().status(KERNEL) is HealthStatus.UNHEALTHY, "its backend is set aside"
+
+
 def test_a_failed_backend_blocks_all_its_kernels_and_no_other(clock: Clock) -> None:
     health = registry(clock)
     health.backend_failed("fake", "self test failed")

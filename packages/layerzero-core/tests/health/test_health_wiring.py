@@ -311,7 +311,7 @@ SURVIVABLE = [
 ]
 
 
-@pytest.mark.req("R-HLTH-03")
+@pytest.mark.req("R-FAIL-02", "R-HLTH-03")
 @pytest.mark.parametrize("error", GONE, ids=lambda e: str(e)[:40])
 def test_errors_that_poison_a_context_are_recognised(error: Exception) -> None:
     why = sticky(error, "cuda:3")
