@@ -190,8 +190,12 @@ def test_a_dispatch_table_that_is_wrong_fails_readiness_and_a_good_one_says_what
         made.write_bytes(harm)
         lz.reset()
         torch.testing.assert_close(lz.rms_norm(inside, W), torch.rms_norm(inside, (8,), W, 1e-6))
-        check = lz.readiness_check().check("dispatch table")
+        report = lz.readiness_check()
+        check = report.check("dispatch table")
         assert check.status == "fail" and check.code is not None and check.code.value.startswith(("PLAN_", "SCHEMA_"))
+        assert not report.ok and check in report.failed
+        with pytest.raises(LayerZeroError, match="dispatch table"):
+            report.require()
 
 
 def solved(path: Path) -> bytes:

@@ -53,6 +53,18 @@ ASSERT = """
             x.view(-1)[torch.full((4,), 1 << 20, device=x.device)]
         return torch.rms_norm(x, (x.shape[-1],), weight, eps)
 """
+LOST = """
+    import torch
+
+    calls = 0
+
+    def rms_norm(x, weight, eps):
+        global calls
+        calls += x.is_cuda
+        if x.is_cuda and calls > 3:
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")  # as torch says it of a dying card
+        return torch.rms_norm(x, (x.shape[-1],), weight, eps)
+"""
 DIES = """
     first = caught(lz.rms_norm, X, W)
     for _ in range(200):
@@ -79,8 +91,13 @@ NEXT = """
 @pytest.mark.req("R-FAIL-02", "R-HLTH-03")
 @pytest.mark.parametrize(
     ("kernel", "code"),
-    [(POKE.format(good=0), "DEVICE_POISONED"), (POKE.format(good=3), "DEVICE_POISONED"), (ASSERT, "DEVICE_POISONED")],
-    ids=["illegal_access_at_first_run", "illegal_access_when_hot", "device_side_assert"],
+    [
+        (POKE.format(good=0), "DEVICE_POISONED"),
+        (POKE.format(good=3), "DEVICE_POISONED"),
+        (ASSERT, "DEVICE_POISONED"),
+        pytest.param(LOST, "DEVICE_LOST", marks=pytest.mark.req("R-FAIL-11")),
+    ],
+    ids=["illegal_access_at_first_run", "illegal_access_when_hot", "device_side_assert", "device_lost_when_hot"],
 )
 def test_a_kernel_that_breaks_the_device_is_named_and_skipped_at_the_next_start(
     tmp_path: Path, kernel: str, code: str

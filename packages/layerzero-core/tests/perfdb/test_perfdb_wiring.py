@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -32,6 +33,7 @@ def call():
     return tuple(torch.randn(1, 2, 8, 16) for _ in range(3))
 
 
+@functools.cache
 def rows_of():
     with torch.no_grad():
         ctx = lz.select("attention", *call()).context
@@ -100,6 +102,43 @@ def test_a_time_to_live_lets_times_expire(swapped):
     assert lz.which("attention", *call()) == MATH
     lz.configure(perfdb={"path": str(swapped), "enabled": True, "ttl_s": 10})
     assert lz.which("attention", *call()) == FLASH
+
+
+@pytest.mark.req("R-FAIL-09")
+@pytest.mark.parametrize(
+    ("harm", "code"),
+    [(lambda raw: raw[:4096], "CACHE_CORRUPT"), (lambda raw: b"a diary, " * 999, "PERF_FILE_FOREIGN")],
+    ids=["truncated", "another_file"],
+)
+def test_a_damaged_database_costs_its_times_and_not_the_call_and_doctor_says_what_became_of_it(
+    lab, swapped, harm, code
+):
+    here = {"path": str(swapped), "enabled": True}
+    lz.configure(perfdb=here)
+    assert lz.which("attention", *call()) == MATH
+    before = harm(swapped.read_bytes())
+    swapped.write_bytes(before)
+    lab.use()  # as a new process
+    lz.configure(perfdb=here)
+    torch.testing.assert_close(lz.attention(*call()), torch.nn.functional.scaled_dot_product_attention(*call()))
+    assert lz.which("attention", *call()) == FLASH
+    checks = lz.doctor(probe=False).checks
+    told = [check for check in checks if check.group == "measured times" and check.code == code]
+    assert told and all(check.status == "warn" and check.fix for check in told)
+    aside = [path.read_bytes() for path in swapped.parent.glob(f"{swapped.name}.corrupt-*")]
+    if code == "CACHE_CORRUPT":
+        assert before in aside, "set aside, not thrown away"
+    else:
+        assert not aside and swapped.read_bytes() == before, "what is not ours is left alone"
+
+
+@pytest.mark.req("R-FAIL-09")
+def test_a_call_that_no_entry_is_about_is_ranked_as_without_a_database(swapped):
+    lz.configure(perfdb={"path": str(swapped), "enabled": True})
+    longer = tuple(torch.randn(1, 2, 300, 16) for _ in range(3))
+    torch.testing.assert_close(lz.attention(*longer), torch.nn.functional.scaled_dot_product_attention(*longer))
+    assert (lz.which("attention", *longer), lz.which("attention", *call())) == (FLASH, MATH)
+    assert ReasonCode.PERF_RANKED_BY not in {note.code for note in lz.explain("attention", *longer).decision.notes}
 
 
 @pytest.mark.req("R-PDB-06")
