@@ -331,7 +331,7 @@ def test_kernels_are_filtered_by_the_layout_and_page_size_of_the_cache(lab, layo
     assert ran[-1] == f"a.paged_attention.{other.lower()}"
 
 
-@pytest.mark.req("R-QUANT-08", "R-KV-05")
+@pytest.mark.req("R-QUANT-08", "R-KV-05", "R-FAIL-07")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kept", [torch.float16, torch.bfloat16])
 def test_a_cache_of_another_dtype_is_cast_when_allowed_and_refused_when_not(strategy, kept):

@@ -7,6 +7,7 @@ import torch
 
 import layerzero as lz
 from layerzero.errors import InvalidInputError, LayerZeroError
+from layerzero.model.enums import Layout
 from layerzero.numerics import Tolerance, assert_close, tolerance
 from layerzero.runtime.state import state
 
@@ -231,6 +232,49 @@ def test_tables_that_are_no_indices_are_refused(dtype):
     with pytest.raises(InvalidInputError) as caught:
         lz.paged_attention(q, kc, vc, batch.block_tables.to(dtype), batch.context_lens)
     assert caught.value.code == "BLOCK_TABLE_DTYPE"
+
+
+@pytest.mark.req("R-FAIL-07")
+@pytest.mark.parametrize(
+    ("wrong", "code"),
+    [
+        (lambda k, v: (k, v.half(), "NHD"), "KV_CACHE_DTYPE_MISMATCH"),
+        (lambda k, v: (k, v, "BSHD"), "LAYOUT_UNKNOWN"),
+        (lambda k, v: (k, v.transpose(1, 2), "NHD"), "SHAPE_INVALID"),
+        (lambda k, v: (k.transpose(1, 2), v.transpose(1, 2), "NHD"), "BLOCK_TABLE_INVALID"),
+    ],
+    ids=["halves_of_two_dtypes", "no_layout_of_a_cache", "halves_of_two_layouts", "another_layout_than_was_said"],
+)
+def test_a_cache_that_is_not_what_was_said_of_it_is_refused_hot_or_cold_and_nothing_runs(lab, wrong, code):
+    q, kc, vc, batch, *_ = scene(*MIXED, page=8)
+    for _ in range(2):
+        lz.paged_attention(q, kc, vc, batch)
+        lab.clear()
+        *caches, layout = wrong(kc, vc)
+        with pytest.raises(InvalidInputError) as caught:
+            lz.paged_attention(q, *caches, batch, layout=layout)
+        assert caught.value.code == code and caught.value.hint and not lab.tries
+    assert not state.health.snapshot().kernels
+
+
+@pytest.mark.req("R-FAIL-07")
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_kernel_for_another_layout_of_the_cache_is_passed_over_with_the_reason(lab, oracle, layout):
+    plain = lab.builtin.kernels["reference.paged_attention.plain"]
+    fields = {"features": plain.features, "index_dtypes": plain.index_dtypes, "priority": 90.0}
+    lab.use(
+        *(
+            lab.kernel(f"a.paged_attention.{word.lower()}", kv_cache_layouts=frozenset({Layout(word)}), **fields)
+            for word in ("NHD", "HND")
+        )
+    )
+    q, kc, vc, batch, k, v = scene(*MIXED, layout=layout)
+    out, ran = lab.run(lz.paged_attention, q, kc, vc, batch, layout=layout)
+    other = "hnd" if layout == "NHD" else "nhd"
+    (why,) = lz.validate(f"a.paged_attention.{other}", q, kc, vc, batch, layout=layout)
+    assert (why.code, why.value, why.limit) == ("KV_CACHE_LAYOUT_MISMATCH", layout, other.upper())
+    assert ran == [f"a.paged_attention.{layout.lower()}"]
+    assert_close(out, want_of(oracle, q, k, v, *MIXED)[0], tolerance("attention", "float32"))
 
 
 def test_a_growing_decode_loop_stays_hot_and_right(oracle):
