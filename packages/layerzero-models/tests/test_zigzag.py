@@ -138,6 +138,22 @@ def test_the_ranks_together_have_the_gradients_of_plain_causal_attention(world, 
 
 
 @pytest.mark.req("R-GRP-09")
+def test_the_flag_decides_between_one_grouped_call_and_one_call_for_each_chunk(lab):
+    """By the kernels that ran: equal results could come from the same call under both values of the flag."""
+    lab.use()
+    plan = zigzag_plan([0, 64], rank=1, world=2)
+    q, k, v = packed([64])
+
+    def ops(**options):
+        lab.clear()
+        zigzag_attention_gathered(plan.shard(q), k, v, plan, **options)
+        return [kernel.split(".")[1] for kernel in lab.ran()]
+
+    assert ops() == ops(use_grouped_attention=True) == ["grouped_attention"]
+    assert ops(use_grouped_attention=False) == ["varlen_attention"] * 2
+
+
+@pytest.mark.req("R-GRP-09")
 @pytest.mark.parametrize(("tokens", "rank"), [(4096, 0), (8192, 3), (16384, 7)])
 def test_grouped_equals_two_calls_at_4k_8k_and_16k_tokens(tokens, rank):
     """One rank of eight, whose late chunk attends up to all of the keys; forward and backward."""
@@ -198,6 +214,7 @@ def check_sum_over_ranks(rank, world, device):
     assert torch.equal(local.grad, torch.full_like(local, 512.0 + world - 1))
 
 
+@pytest.mark.req("R-GRP-09")
 def test_a_world_of_one_over_gloo(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:

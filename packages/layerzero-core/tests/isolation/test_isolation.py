@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import re
 import threading
@@ -109,6 +110,7 @@ def test_tensors_and_values_come_back_as_they_were(worker: Worker) -> None:
     assert worker.call("toyvendor:echo", (), {"layout": "BSHD"}) == ([], ["layout"])
 
 
+@pytest.mark.req("R-ISO-04")
 def test_dense_strides_are_kept_on_the_way_there_and_back(worker: Worker) -> None:
     for x in (Q.transpose(1, 2), Q.permute(3, 1, 0, 2), torch.ones(4, 4).t()):
         (back,), _ = worker.call("toyvendor:echo", (x,), {})
@@ -330,9 +332,15 @@ def test_a_clash_found_in_metadata_starts_a_process_of_its_own(toy: dict[str, An
 
 
 @pytest.mark.req("R-ISO-06")
-def test_a_vendor_of_a_wrong_version_is_said_where_it_was_looked_for(toy: dict[str, Any], tmp_path: Path) -> None:
+def test_a_vendor_of_a_wrong_version_is_said_where_it_was_looked_for(
+    toy: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     toy_module().install(tmp_path / "unused", tmp_path / "old", version="0.3")
     lz.configure(isolation={"toy": {**toy, "path": [str(tmp_path / "old")]}})
+    with caplog.at_level(logging.INFO, logger="layerzero.selection"):
+        torch.testing.assert_close(lz.attention(Q, Q, Q), EXPECTED)
+    (line,) = [item for item in caplog.records if item.name == "layerzero.selection"]
+    assert vars(line)["layerzero"]["reasons"]["toy.attention.plain"] == ["BACKEND_VERSION_MISMATCH"]
     (why,) = lz.explain("attention", Q, Q, Q).decision.candidate("toy.attention.plain").reasons
     assert why.code == "BACKEND_VERSION_MISMATCH" and why.value == "toyvendor 0.3"
     assert "isolation.toy.path" in why.hint
