@@ -72,6 +72,7 @@ def test_a_device_it_cannot_use_is_named():
         assert newer.kernels == ("xformers.attention.flash", "xformers.attention.splitk")  # CUTLASS ends at SM 9.0
 
 
+@pytest.mark.req("R-ISO-05")
 def test_the_cuda_12_runtime_is_looked_for_beside_another_cuda(monkeypatch):
     device = fakes.gpu(90, cuda_version="13.0")
 
@@ -103,12 +104,19 @@ def test_a_build_for_another_cuda_is_kept_out_of_this_process_with_both_versions
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     (why,) = abi.clashes(known)
     assert why.code == "CUDA_VERSION_MISMATCH" and (why.value, why.limit) == ("13.0", "12.8")
+    assert "xformers 0.0.35 was built for CUDA 12.8, this process has 13.0" in why.message
     assert "isolation: {xformers: subprocess}" in why.hint and "LD_LIBRARY_PATH" in why.hint
+
+    def as_registered():
+        return load_plugins(env={"LAYERZERO_PLUGINS": "xformers"}).registry.backends["xformers"]
+
+    refused = as_registered()
+    assert not refused.available and refused.reasons == (why,)  # so none of its kernels is ever chosen or imported
     monkeypatch.setattr(torch.version, "cuda", "12.9")
-    assert abi.clashes(known) == ()
+    assert abi.clashes(known) == () and as_registered().available
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(abi, "inside", lambda: True)
-    assert abi.clashes(known) == ()  # in a process of its own the import decides
+    assert abi.clashes(known) == () and as_registered().available  # in a process of its own the import decides
     dist_version.cache_clear()
 
 
