@@ -141,6 +141,7 @@ def test_an_import_that_replaces_an_op_in_python(bench, victim):
     assert not bench.policy.lock_path.exists()
 
 
+@pytest.mark.req("R-HUB-06")
 def test_a_namespace_that_is_not_its_own(bench):
     repo = bench.publish("foreign", extra=foreign("lz_foreign_space"))
     with pytest.raises(Exception) as caught:
@@ -157,7 +158,7 @@ def test_a_namespace_of_its_own_is_locked_and_checked_at_load(bench):
     bench.load(repo)
 
 
-@pytest.mark.req("R-BK-HF-03")
+@pytest.mark.req("R-BK-HF-03", "R-HUB-06")
 def test_a_namespace_that_is_taken_does_not_end_the_process(bench):
     import torch
 
@@ -169,6 +170,7 @@ def test_a_namespace_that_is_taken_does_not_end_the_process(bench):
         bench.load(repo)
 
 
+@pytest.mark.req("R-HUB-06")
 def test_two_kernels_of_one_namespace_are_not_locked_together(bench):
     one = bench.publish("space-one", id="_lz_shared", extra=foreign("_lz_shared"))
     bench.lock(one, probe=True)
@@ -178,7 +180,7 @@ def test_two_kernels_of_one_namespace_are_not_locked_together(bench):
     assert caught.value.code.value == "HUB_NAMESPACE_DUPLICATE"
 
 
-@pytest.mark.req("R-BK-HF-03")
+@pytest.mark.req("R-BK-HF-03", "R-HUB-06")
 def test_two_versions_of_one_namespace_clash_until_one_has_its_own(bench):
     """Both in one process would end it: the second is refused by name, and what was locked stays as it was."""
     repo = bench.publish("clash", id="_lz_clash", extra=foreign("_lz_clash") + "NUMBER = 1\n")

@@ -39,6 +39,18 @@ def test_deny_beats_allow(bench):
         bench.lock(repo)
 
 
+@pytest.mark.req("R-HUB-01")
+@pytest.mark.parametrize("step", ["load", "install", "lock"])
+def test_a_lock_of_a_repository_that_is_allowed_no_more_serves_nobody(bench, step):
+    repo = bench.publish()
+    bench.lock(repo)
+    bench.settings["allow"] = [repo + "-other", repo.upper()]  # allowed is a name, letter by letter
+    run = {"load": lambda: bench.load(repo), "install": bench.install, "lock": lambda: bench.lock(repo)}
+    with bench.refused("HUB_NOT_ALLOWED"):
+        run[step]()
+
+
+@pytest.mark.req("R-HUB-01")
 def test_deny_comes_too_late_for_a_lock_and_still_stops_the_load(bench):
     repo = bench.publish()
     bench.lock(repo)

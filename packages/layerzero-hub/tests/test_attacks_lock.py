@@ -14,6 +14,8 @@ from tools.pytest_fixtures import module_beside
 _kernels = module_beside(__file__, "loopback_kernels")
 universal_kernel = _kernels.universal_kernel
 
+TRAVERSAL = pytest.mark.req("R-HUB-04")
+
 
 @pytest.fixture
 def locked(bench):
@@ -67,16 +69,21 @@ def test_a_hash_that_was_edited(locked):
         (lambda data: data.update(expires=7), "HUB_LOCK_INVALID"),
         (lambda data: data.update({"lock-version": True}), "HUB_LOCK_INVALID"),
         (lambda data: data["kernels"].append(data["kernels"][0]), "HUB_LOCK_INVALID"),
-        (lambda data: data["kernels"][0].update({"repo-id": "../x"}), "HUB_ID_INVALID"),
-        (
+        pytest.param(lambda data: data["kernels"][0].update({"repo-id": "../x"}), "HUB_ID_INVALID", marks=TRAVERSAL),
+        pytest.param(
             lambda data: variant_of(data)["files"].update({"../x.py": {"sha256": "0" * 64, "size": 1}}),
             "HUB_PATH_UNSAFE",
+            marks=TRAVERSAL,
         ),
         (
             lambda data: variant_of(data)["files"].update({"x.pyc": {"sha256": "0" * 64, "size": 1}}),
             "HUB_FILE_KIND_REFUSED",
         ),
-        (lambda data: data["kernels"][0].update(variants={"../up": variant_of(data)}), "HUB_PATH_UNSAFE"),
+        pytest.param(
+            lambda data: data["kernels"][0].update(variants={"../up": variant_of(data)}),
+            "HUB_PATH_UNSAFE",
+            marks=TRAVERSAL,
+        ),
         (lambda data: variant_of(data).update(id="os.path"), "HUB_LOCK_INVALID"),
         (lambda data: variant_of(data)["files"].pop("metadata.json"), "HUB_LOCK_INVALID"),
     ],

@@ -52,6 +52,7 @@ def test_a_changed_source(locked, victim):
         bench.load(repo)
 
 
+@pytest.mark.req("R-HUB-05")
 def test_a_flipped_byte_in_a_binary(bench, compiled):
     bench.put("org/binary", compiled)
     bench.lock("org/binary")
