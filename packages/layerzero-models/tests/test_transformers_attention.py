@@ -79,6 +79,7 @@ def test_without_its_mask_function_left_padding_would_be_wrong() -> None:
         AttentionMaskInterface.register("layerzero", registered)
 
 
+@pytest.mark.req("R-HFT-02")
 def test_no_mask_is_made_where_causality_says_it_all(seen: list[dict[str, Any]]) -> None:
     model = with_layerzero("llama")
     zoo.generated(model, zoo.inputs(model), max_new_tokens=3, min_new_tokens=3)
@@ -111,6 +112,7 @@ def test_later_chunks_of_a_prompt_are_causal_from_the_end(seen: list[dict[str, A
     assert (got - want[:, 7:]).abs().max().item() < LOGITS / 10
 
 
+@pytest.mark.req("R-HFT-02")
 def test_a_static_cache_is_read_as_far_as_it_is_filled(seen: list[dict[str, Any]]) -> None:
     from transformers import StaticCache
 

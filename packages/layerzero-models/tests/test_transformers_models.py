@@ -78,8 +78,8 @@ def test_logits_and_greedy_tokens_agree_and_unpatching_restores_the_very_same_ob
     assert all(torch.equal(zoo.logits(model, item), expected) for item, expected in zip(given, want, strict=True))
 
 
-@pytest.mark.req("R-HFT-01")
-@pytest.mark.parametrize(("name", "layers"), [("llama", 3), ("mistral", 3), ("gpt2", 3), ("t5", 6)])
+@pytest.mark.req("R-HFT-01", "R-HFT-05")
+@pytest.mark.parametrize(("name", "layers"), [("llama", 3), ("mistral", 3), ("gpt2", 3), ("t5", 6), ("vit", 2)])
 def test_every_attention_layer_runs_on_our_kernels_while_patched_and_none_before_or_after(
     lab: Any, name: str, layers: int
 ) -> None:
