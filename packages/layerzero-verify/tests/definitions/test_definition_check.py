@@ -134,6 +134,11 @@ def _wider_keys(item: dict[str, Any]) -> None:
     item["reference"] = item["reference"].replace("torch.zeros_like(q)", "q.new_zeros(*q.shape[:2], 8)")
 
 
+def _own_kind(item: dict[str, Any]) -> None:
+    """The fused norm as a kind of its own."""
+    item["op_type"] = "fused_add_rmsnorm"
+
+
 def _every_key(item: dict[str, Any]) -> None:
     item["name"] = "gqa_ragged_prefill_noncausal"
     item["reference"] = item["reference"].replace("-math.inf\n    out = torch.einsum", "0\n    out = torch.einsum")
@@ -144,6 +149,7 @@ def _every_key(item: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "change"),
     [
+        ("fused_add_rmsnorm_h32", _own_kind),
         ("gqa_paged_prefill_causal_h4_kv2_d16_ps4", _spare_slot),
         ("gqa_ragged_prefill_causal_h4_kv2_d16", _wider_keys),
         ("gqa_ragged_prefill_causal_h4_kv2_d16", _every_key),

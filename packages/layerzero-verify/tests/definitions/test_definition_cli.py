@@ -74,9 +74,9 @@ def test_what_to_check_is_given_by_name_by_op_type_or_all(root: Path) -> None:
 
 @pytest.mark.req("R-DEF-18", "R-DEF-06")
 def test_sizes_are_chosen_and_unknown_ones_refused(root: Path) -> None:
-    def sizes(words: str) -> set[int]:
+    def sizes(*words: str) -> set[int]:
         arguments = ("--name", "gemm_n24_k64", "--trust", root, "--backend", "reference")
-        found = data("check", "--root", root, *arguments, "--sizes", words)
+        found = data("check", "--root", root, *arguments, *(("--sizes", *words) if words else ()))
         return {outcome["workload"]["axes"]["M"] for outcome in found["outcomes"]}
 
     assert (
@@ -85,6 +85,7 @@ def test_sizes_are_chosen_and_unknown_ones_refused(root: Path) -> None:
         and sizes("small,medium") == {1, 16, 64, 128, 256}
     )
     assert sizes("runner") == {16, 32, 64, 128}
+    assert sizes() == {1, 16, 64, 128, 256}, "small and medium, unless others are asked for"
     found = data("check", "--root", root, "--all", "--sizes", "huge", code=2)
     assert found["error"]["code"] == "VALUE_INVALID"
 

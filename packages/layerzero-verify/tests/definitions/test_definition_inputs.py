@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from layerzero.env import read
 from layerzero.errors import BackendNotAvailableError, ConfigurationError, InvalidInputError
+from layerzero_verify.definitions import Options, check, open_dataset
 from layerzero_verify.definitions.inputs import make_inputs, split
 from layerzero_verify.definitions.schema import parse_definition
 from layerzero_verify.definitions.sizes import RUNNER, SIZES, axes_for, violated, workload_of, workloads_for
@@ -69,6 +71,35 @@ def test_the_sizes_are_the_agreed_ones(sets: Any) -> None:
     assert [work.axes["M"] for work in workloads_for(gemm)] == [1, 16, 64, 128, 256]
     with pytest.raises(InvalidInputError, match="huge"):
         workloads_for(gemm, ["huge"])
+
+
+@pytest.mark.req("R-DEF-06")
+def test_a_check_that_names_no_sizes_tries_the_small_and_the_medium_ones(sets: Any) -> None:
+    dataset = open_dataset(sets.only("gemm_n24_k64"))
+    report = check(dataset, dataset.select(everything=True), Options(backends=("reference",), repeats=1))
+    assert {outcome.workload.axes["M"] for outcome in report.outcomes} == {1, 16, 64, 128, 256}
+
+
+@pytest.mark.req("R-DEF-14")
+@pytest.mark.parametrize(
+    ("gpu", "named", "expected"), [(True, None, "cuda"), (True, "cpu", "cpu"), (False, None, "cpu")]
+)
+def test_a_check_makes_its_inputs_on_the_gpu_unless_there_is_none_or_another_device_is_named(
+    sets: Any, monkeypatch: pytest.MonkeyPatch, gpu: bool, named: str | None, expected: str
+) -> None:
+    """Where the inputs lie the kernels run; no GPU is needed to see which device is asked for."""
+    seen: set[str] = set()
+
+    def noted(definition: Any, workload: Workload, device: torch.device, **options: Any) -> Any:
+        seen.add(str(device))
+        return make_inputs(definition, workload, "cpu", **options)
+
+    monkeypatch.setattr(sys.modules["layerzero_verify.definitions.check"], "make_inputs", noted)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    dataset = open_dataset(sets.only("gemm_n24_k64"))
+    options = Options(backends=("reference",), device=named, repeats=1)
+    report = check(dataset, dataset.select(everything=True), options, sizes=["small"])
+    assert seen == {expected} and report.device == expected
 
 
 @pytest.mark.req("R-DEF-17")
@@ -257,8 +288,6 @@ def test_a_missing_file_a_missing_key_and_a_wrong_shape_are_named(sets: Any) -> 
 
 
 def test_without_the_library_for_the_files_the_reason_names_it(sets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     definition = parse_definition(sets.samples()["gemm_n24_k64"])
     (sets.root / "a.safetensors").write_bytes(json.dumps({}).encode())
     monkeypatch.setitem(sys.modules, "safetensors", None)

@@ -253,7 +253,34 @@ def test_an_installed_library_without_its_gpu_or_with_a_broken_import_says_so(
 
 
 # -- what they compute -------------------------------------------------------------------------------------
-@pytest.mark.req("R-DEF-04", "R-DEF-12")
+@pytest.mark.req("R-DEF-05")
+@pytest.mark.parametrize(
+    ("name", "wrapper"),
+    [
+        ("gqa_paged_decode_h4_kv2_d16_ps1", "BatchDecodeWithPagedKVCacheWrapper"),
+        ("gqa_paged_prefill_causal_h4_kv2_d16_ps4", "BatchPrefillWithPagedKVCacheWrapper"),
+        ("gqa_ragged_prefill_causal_h4_kv2_d16", "BatchPrefillWithRaggedKVCacheWrapper"),
+        ("mla_paged_decode_h4_ckv32_kpe8_ps1", "BatchMLAPagedAttentionWrapper"),
+    ],
+)
+def test_each_kind_of_attention_is_planned_by_the_wrapper_made_for_it(
+    sets: Any, vendors: Vendors, name: str, wrapper: str
+) -> None:
+    used: list[str] = []
+
+    def noting(kind: str, made: Any) -> Any:
+        return lambda *args, **kwargs: (used.append(kind), made(*args, **kwargs))[1]
+
+    known = {kind: made for library in modules().values() for kind, made in library.items() if "Wrapper" in kind}
+    assert wrapper in known and len(known) == 4
+    vendors.install("flashinfer", **{kind: noting(kind, made) for kind, made in known.items()})
+    definition = parse_definition(sets.samples()[name])
+    (truth,) = find_truths(definition, CPU)[0]
+    truth.run(make_inputs(definition, workloads_for(definition, ["small"])[-1], "cpu"))
+    assert used == [wrapper]
+
+
+@pytest.mark.req("R-DEF-04", "R-DEF-05", "R-DEF-12")
 def test_references_agree_with_the_libraries_and_the_libraries_with_each_other(sets: Any, vendors: Vendors) -> None:
     for library in ("flashinfer", "sgl_kernel", "sglang"):
         vendors.install(library)
