@@ -220,13 +220,13 @@ def warm(
     """
     started = time.monotonic()
     deadline = None if timeout_s is None else started + timeout_s
-    state.warmup = result = Warmup(calls=len(items), items=tuple(items))
+    state.warmup = result = Warmup(calls=len(items), items=_ordered(items))
     queue = jit.queue()
     if workers is not None:
         queue.workers = workers
     critical = [item for item in items if item.critical]
     for turn in range(_ROUNDS):
-        jobs = _jobs(items if turn == 0 else critical, kernels, result, urgent=turn > 0)
+        jobs = _jobs(result.items if turn == 0 else critical, kernels, result, urgent=turn > 0)
         if turn and not jobs:
             break
         result.asked.update(jobs)
