@@ -329,7 +329,7 @@ def test_the_command_line_writes_manifests_and_warms_up(
     assert runner.invoke(cli, ["warmup", str(tmp_path / "none.json")]).exit_code == 1
 
 
-@pytest.mark.req("R-SOLV-02")
+@pytest.mark.req("R-SOLV-02", "R-WARM-05")
 def test_solving_compiles_for_every_bucket_first_where_it_is_asked_to(
     tmp_path: Path, cache: Path, lab: Any, compiler: Compiler
 ) -> None:
@@ -358,6 +358,13 @@ def test_solving_compiles_for_every_bucket_first_where_it_is_asked_to(
         for rows, hidden in ((1, 8), (16, 16), (300, 8)):
             lab.run(lz.rms_norm, torch.randn(rows, hidden), torch.ones(hidden))
     assert compiler.runs == runs
+    # Sizes of these buckets that nobody has named, where requests may ask for compiles: the table's kernel, and none.
+    selected = state.counters.selections
+    for rows in (1, 16, 300, 290, 257):
+        x, w = torch.randn(rows, 8), torch.ones(8)
+        torch.testing.assert_close(lz.rms_norm(x, w), torch.nn.functional.rms_norm(x, (8,), w, 1e-6))
+        assert lz.explain("rms_norm", x, w).chosen == KERNEL and jit.queue().busy == 0
+    assert compiler.runs == runs and state.counters.selections == selected
 
 
 def test_a_request_that_asked_first_is_not_compiled_twice(lab: Any, cache: Path, compiler: Compiler) -> None:
