@@ -39,6 +39,21 @@ def test_attention_is_the_reference_over_dtypes_batches_lengths_and_head_dims(
         assert_like(lz.attention(q, k, v) + 0.1, want)
 
 
+# Two of three stand on either side of what the table of attention allows that dtype, the third in its result.
+ERRORS = {torch.float64: (1e-9, 1e-4), torch.float32: (1e-6, 1e-4), torch.float16: (1e-3, 4e-3),
+          torch.bfloat16: (1e-2, 4e-2)}  # fmt: skip
+
+
+@pytest.mark.req("R-INFRA-03")
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+def test_how_close_a_result_must_be_follows_from_its_dtype(dtype: torch.dtype) -> None:
+    want = torch.linspace(-1.0, 1.0, 65, dtype=torch.float64)
+    allowed, beyond = ERRORS[dtype]
+    assert_like((want + allowed * want.sign()).to(dtype), want)
+    with pytest.raises(AssertionError):
+        assert_like((want + beyond).to(dtype), want)
+
+
 @pytest.mark.req("R-INFRA-02")
 def test_the_same_sizes_give_the_same_tensors_on_the_best_device(sample_tensors: Draw, device: torch.device) -> None:  # noqa: F811
     one, two = sample_tensors(1, 2, 3, 8), sample_tensors(1, 2, 3, 8)
