@@ -15,7 +15,9 @@ import torch
 
 import layerzero as lz
 from layerzero import env
+from layerzero.device.catalogue import named_device
 from layerzero.model.context import Context
+from layerzero.model.enums import Platform
 from layerzero.runtime.state import state
 from layerzero.selection.cache import SelectionCache
 from layerzero.selection.engine import select
@@ -145,13 +147,26 @@ def test_a_failing_kernel_leaves_no_tensor_behind(lab: Any, monkeypatch: pytest.
 
 
 @pytest.mark.req("R-INFRA-05")
-def test_any_gpu_and_any_backend_can_be_played_on_this_machine() -> None:
-    """A selection is a pure function of values: another device is another value."""
-    from layerzero.device.catalogue import named_device
-
-    for name in ("h100", "a100"):
-        ctx = Context.from_tensors(
-            torch.empty(1, 8, 128, 64, dtype=torch.float16, device="meta"), layout="BHSD", device=named_device(name)
-        )
-        decision = select(ctx, state.world)
-        assert decision.chosen.startswith("sdpa.attention.") and decision.context.device.name == named_device(name).name
+def test_any_gpu_and_any_backend_can_be_played_on_this_machine(lab: Any) -> None:
+    """A selection is a pure function of values: another device or backend is another value. What is played here runs."""
+    on_gpu = {"platforms": frozenset({Platform.CUDA}), "grid_layout": "library", "min_sm": 90}
+    lab.use(
+        lab.kernel("played.attention.hopper", priority=900.0, **on_gpu),
+        lab.kernel("played.attention.here", lambda q, *rest: q + 1, priority=900.0),
+        on_first_use="off",
+    )
+    q = torch.zeros(1, 8, 128, 64)
+    meta = torch.empty(q.shape, dtype=torch.float16, device="meta")
+    for name, hopper in (("h100", True), ("a100", False)):
+        decision = select(Context.from_tensors(meta, layout="BHSD", device=named_device(name)), state.world)
+        assert decision.context.device.name == named_device(name).name
+        assert (decision.chosen == "played.attention.hopper") is hopper
+        assert decision.chosen.startswith(("played.", "sdpa.attention."))
+        if not hopper:
+            (why,) = decision.candidate("played.attention.hopper").reasons
+            assert (why.code, why.value, why.limit) == ("SM_TOO_OLD", 80, 90)
+    out, ran = lab.run(lz.attention, q, q, q)
+    assert ran == ["played.attention.here"] == lab.tries and torch.equal(out, q + 1)
+    lab.faults["played.attention.here"] = RuntimeError("no such library")
+    assert lab.run(lz.attention, q, q, q)[1][0].startswith("sdpa.attention.")
+    assert "played.attention.hopper" not in lab.tries

@@ -39,7 +39,7 @@ def test_attention_is_the_reference_over_dtypes_batches_lengths_and_head_dims(
         assert_like(lz.attention(q, k, v) + 0.1, want)
 
 
-# Two of three stand on either side of what the table of attention allows that dtype, the third in its result.
+# An error that the table allows attention in that dtype, and one that it does not.
 ERRORS = {torch.float64: (1e-9, 1e-4), torch.float32: (1e-6, 1e-4), torch.float16: (1e-3, 4e-3),
           torch.bfloat16: (1e-2, 4e-2)}  # fmt: skip
 
