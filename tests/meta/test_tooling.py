@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tools.workspace import dev_requirements, group, project_name, run_requirements
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.req("R-ENV-13")
 # what the line of the checklist calls a tool, where that is not its distribution; and what takes a tool's place
 CALLED = {"pyright": "basedpyright", **{name: f"pytest-{name}" for name in
           ("cov", "xdist", "timeout", "asyncio", "benchmark", "mock")}}  # fmt: skip

@@ -148,7 +148,7 @@ def test_a_failing_kernel_leaves_no_tensor_behind(lab: Any, monkeypatch: pytest.
 
 @pytest.mark.req("R-INFRA-05")
 def test_any_gpu_and_any_backend_can_be_played_on_this_machine(lab: Any) -> None:
-    """A selection is a pure function of values: another device or backend is another value. What is played here runs."""
+    """A selection is a pure function of values: another device or backend is another value."""
     on_gpu = {"platforms": frozenset({Platform.CUDA}), "grid_layout": "library", "min_sm": 90}
     lab.use(
         lab.kernel("played.attention.hopper", priority=900.0, **on_gpu),

@@ -386,7 +386,7 @@ def test_spans_cover_every_query_that_has_keys():
 
 
 Q, K, V = qkv(9, 29)
-GRID = blocks(3, 4)
+GRID, KEEP = blocks(3, 4), torch.ones(9, 29, dtype=torch.bool)
 BAD = {
     "blocks and is_causal": (
         lambda: lz.attention(Q, K, V, lz.block_mask(GRID, (4, 8)), is_causal=True), "MASK_WITH_CAUSAL"),
@@ -394,6 +394,11 @@ BAD = {
         lambda: lz.attention(Q, K, V, lz.block_mask(GRID, (4, 8)), is_causal="bottom_right"), "MASK_WITH_CAUSAL"),
     "chunks and is_causal": (lambda: lz.attention(Q, K, V, lz.chunk_mask(4), is_causal=True), "MASK_WITH_CAUSAL"),
     "chunks and window": (lambda: lz.attention(Q, K, V, lz.chunk_mask(4), window=4), "MASK_WITH_WINDOW"),
+    "a mask and is_causal": (lambda: lz.attention(Q, K, V, KEEP, is_causal=True), "MASK_WITH_CAUSAL"),
+    "a bias and bottom right": (
+        lambda: lz.attention(Q, K, V, KEEP.float(), is_causal="bottom_right"), "MASK_WITH_CAUSAL"),
+    "a mask of other sizes": (lambda: lz.attention(Q, K, V, KEEP[:, 1:]), "MASK_NOT_BROADCASTABLE"),
+    "a bias of integers": (lambda: lz.attention(Q, K, V, KEEP.int()), "MASK_DTYPE_INVALID"),
     "too few blocks": (lambda: lz.attention(Q, K, V, lz.block_mask(GRID, (4, 4))), "MASK_NOT_BROADCASTABLE"),
     "too many blocks": (lambda: lz.attention(Q, K, V, lz.block_mask(GRID, (8, 8))), "MASK_NOT_BROADCASTABLE"),
     "one block for all": (lambda: lz.attention(Q, K, V, lz.block_mask(GRID[:1, :1], (4, 8))), "MASK_NOT_BROADCASTABLE"),

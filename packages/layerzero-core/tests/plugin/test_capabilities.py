@@ -311,6 +311,7 @@ def test_a_mapping_with_values_json_has_no_word_for_is_refused() -> None:
 
 
 # -- schema export ---------------------------------------------------------------------------------
+@pytest.mark.req("R-GATE-04")
 def test_the_exported_schema_is_valid_and_says_what_the_validator_says() -> None:
     schema = json_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
