@@ -68,6 +68,38 @@ def test_prefill_then_decode_is_one_causal_pass(oracle, device, dtype, length):
 
 
 @pytest.mark.req("R-OP-06")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("length", LENGTHS[1:])
+def test_the_end_of_a_long_prompt_and_the_steps_after_it_are_rows_of_one_causal_pass(device, length):
+    """H=32, Hkv=8: the last four rows of the prompt in one call, then two tokens one by one.
+
+    Each key is a code of its own and each query looks for one of them: the first, the next one to come, some between.
+    Few digits: both formats hold them exactly, so that one result in float64 is that of both.
+    """
+    tail, total, dim = 4, length + 2, 16
+    number = torch.arange(total) * 40_503 + torch.arange(8)[:, None]
+    k = (number[..., None] >> torch.arange(dim) & 1).float().mul(2).sub(1)
+    v = draw(8, total, dim).mul(16).round().div(16)
+    place = torch.arange(length - tail, total)
+    sought = (torch.arange(32)[:, None] * (place + 1) // 31).clamp(max=total - 1)
+    q = k[torch.arange(32)[:, None] // 4, sought] * 24
+    q, k, v, place = (t.to(device) for t in (q, k, v, place))
+    scores = torch.einsum("hgrd,hcd->hgrc", q.double().unflatten(0, (8, 4)), k.double()) / dim**0.5
+    shares = scores.masked_fill(torch.arange(total, device=device) > place[:, None], -torch.inf).softmax(-1)
+    want = torch.einsum("hgrc,hcd->hgrd", shares, v.double()).flatten(0, 1)[None]
+    for dtype in (torch.float16, torch.bfloat16):
+        query, key, value = (t[None].to(dtype) for t in (q, k, v))
+        assert torch.equal(key.float()[0], k) and torch.equal(value.float()[0], v)
+        calls = [(slice(0, tail), length), *((slice(tail + i, tail + i + 1), length + i + 1) for i in range(2))]
+        for rows, seen in calls:
+            args = (query[:, :, rows], key[:, :, :seen], value[:, :, :seen])
+            assert lz.which("attention", *args, is_causal="bottom_right") != "reference.attention.plain"
+            out = lz.attention(*args, is_causal="bottom_right")
+            assert out.dtype is dtype
+            assert_close(out, want[:, :, rows], tolerance("attention", dtype), path=f"{dtype}, {seen} keys")
+
+
+@pytest.mark.req("R-OP-06")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_step_of_a_decode_loop_is_the_row_of_prefill(dtype):
     q, k, v = draw(2, 8, 40, 16, dtype=dtype), draw(2, 2, 40, 16, seed=1, dtype=dtype), draw(2, 2, 40, 16, seed=2)
