@@ -20,11 +20,14 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.dispatch import compiling
 from layerzero.dispatch.bind import Bound
 from layerzero.errors import ConfigurationError
+from layerzero.model.kernel import BackendSpec
 from layerzero.runtime.observation import families
 from layerzero.runtime.state import state
 from layerzero.selection.world import Measurements
+from layerzero.startup.warm import Item, Manifest
 from layerzero.telemetry.events import Histogram, KernelCounters, events
 from layerzero.telemetry.metrics import CATALOGUE, Family, Sample, histogram, text
 from layerzero_tune.telemetry.reading import parse_text, read
@@ -210,6 +213,56 @@ def test_health_compiles_and_warm_up_are_visible(lab: Any) -> None:
     assert {row["state"] for row in found["layerzero_jit_artifacts"]} == {"ready", "failed", "pending"}
     assert {"state": "asked", "value": 1.0} in found["layerzero_warmup_calls"]
     state.health.set_quarantined({})
+
+
+@pytest.mark.req("R-TEL-06")
+def test_a_backend_that_is_ill_and_one_that_is_absent_are_told_apart_from_a_sound_one(lab: Any) -> None:
+    lab.use(lab.kernel("mine.rms_norm.a", priority=900.0), only=True, breaker={"cooldown_s": 3600})
+    registry = state.world.registry.add((), BackendSpec("sound")).add((), BackendSpec("absent", available=False))
+    state.publish(registry=registry)
+
+    def told(metric: str, **labels: str) -> list[float]:
+        rows = lz.metrics()[metric]
+        return [row["value"] for row in rows if labels.items() <= row.items()]
+
+    assert [told("layerzero_backend_available", backend=name) for name in ("sound", "absent")] == [[1.0], [0.0]]
+    assert told("layerzero_breaker_state", kind="backend", name="mine") == []
+    state.health.backend_failed("mine", "its library is gone")
+    assert told("layerzero_breaker_state", kind="backend", name="mine") == [2.0]
+    state.health.reset()
+    assert told("layerzero_breaker_state", kind="backend") == []
+
+
+@pytest.mark.req("R-TEL-06")
+def test_a_warm_up_is_told_while_it_goes_on_and_when_it_is_done(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A critical kernel that does not compile, so that the next one is bound; another that takes its time."""
+    monkeypatch.setenv("LAYERZERO_JIT_CACHE_DIR", str(tmp_path / "jit"))
+    monkeypatch.setattr(compiling, "_queue", None)
+    go = threading.Event()
+
+    def compiled(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if x.shape[-1] == 8:
+            raise RuntimeError("no such instruction")
+        assert go.wait(60)
+        return torch.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    lab.use(lab.kernel("slow.rms_norm.jit", compiled, priority=900.0, jit=True, jit_key=("hidden",)), only=True)
+    lz.configure(jit="off")
+    calls = [lz.select("rms_norm", torch.ones(4, hidden), torch.ones(hidden)).context for hidden in (8, 16)]
+    try:
+        result = lz.warmup(Manifest((Item(calls[0], critical=True), Item(calls[1]))))
+        seen = [lz.metrics()]
+    finally:
+        go.set()
+    assert result.wait(60)
+    compiling.publish()
+    seen.append(lz.metrics())
+    named = [{row["state"]: row["value"] for row in found["layerzero_warmup_calls"]} for found in seen]
+    assert named == [{"asked": 2, "bound": 1, "failed": 1, "waiting": waiting} for waiting in (1, 0)]
+    named = [{row["state"]: row["value"] for row in found["layerzero_jit_artifacts"]} for found in seen]
+    assert named == [{"ready": n, "failed": 1, "pending": 1 - n} for n in (0, 1)]
 
 
 # -- export ------------------------------------------------------------------------------------------
