@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from tools import gates
+from tools import gates, regressions
 from tools.gates import Figure, Waiver, ages, figures, judged, unread, unsteady, waivers
 from tools.prove import lanes
+from tools.regressions import baselines
 from tools.sources import drift
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,6 +124,42 @@ def test_a_waiver_covers_what_it_names_and_no_more(tmp_path: Path) -> None:
         file.write_text(f'[[waiver]]\nfile = "x"\nfigures = "*"\n{text}\n')
         with pytest.raises(ValueError, match="gives no reason or no bound"):
             waivers(file)
+
+
+@pytest.mark.req("R-GATE-01", "R-GATE-02")
+def test_the_gate_fails_for_a_figure_outside_its_limit_and_for_a_result_gone_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each by itself; a waiver lets the figure pass and its reason stands beside it, nothing lets the result pass."""
+    folder, kept, report, waived = (tmp_path / name for name in ("results", "kept", "report.json", "waivers.toml"))
+    figure = folder / "machine" / "overhead.json"
+    figure.parent.mkdir(parents=True)
+    for judge in (figures, unread, unsteady):
+        monkeypatch.setattr(judge, "__defaults__", (folder,))
+    monkeypatch.setattr(ages, "__defaults__", (tmp_path / "none", ROOT))
+    monkeypatch.setattr(waivers, "__defaults__", (waived,))
+    monkeypatch.setattr(regressions, "RESULTS", kept)
+    monkeypatch.setattr(regressions, "ROOT", tmp_path)
+    monkeypatch.setattr(regressions, "baselines", lambda: baselines(kept))
+
+    def gate(hot: float, status: str) -> int:
+        figure.write_text(json.dumps({"benchmark": "overhead", "figures": {"hot": hot}, "limits": {"hot": 1.5}}))
+        check = {"name": "forward", "status": status, "kernel": "x.op.a", "dtype": "float32", "stage": "result: plain"}
+        level = {"level": 1, "checks": [check], "reason": ""}
+        found = {"device": "cpu", "lane": "quick", "seed": 0, "versions": {}, "absent": [], "levels": [level]}
+        report.write_text(json.dumps(found))
+        return gates.main(["--report", str(report)])
+
+    waived.write_text("")
+    gate(1.0, "ok")
+    assert regressions.main(["--report", str(report), "--keep", "--machine", "m"]) == 0
+    assert [gate(*given) for given in ((1.0, "ok"), (1.6, "ok"), (1.0, "fail"))] == [0, 1, 1]
+    told = capsys.readouterr().out
+    assert "OUTSIDE machine/overhead.json" in told and "passed before, fails now: x.op.a" in told
+    why = "a slower machine that is accepted here"
+    waived.write_text(f'[[waiver]]\nfile = "machine/*"\nfigures = "hot"\nup_to = 1.2\nwhy = "{why}"\n')
+    assert [gate(*given) for given in ((1.6, "ok"), (2.0, "ok"), (1.6, "fail"))] == [0, 1, 1]
+    assert f"({why})" in capsys.readouterr().out
 
 
 @pytest.mark.req("R-GATE-08")
