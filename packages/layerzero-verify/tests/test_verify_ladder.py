@@ -81,6 +81,10 @@ def test_the_checklist_for_a_new_model_has_its_six_steps_and_a_command_each() ->
     words = ["Kernels", "Layer", "Weight conversion", "Forward parity", "Training", "Stress"]
     assert [step["step"].split(":")[0] for step in STEPS] == words
     assert all(step["command"].startswith("lz verify ") for step in STEPS)
+    assert [step["command"].split("--level ")[1][0] for step in STEPS] == list("123455")
+    assert all("--model FOLDER" in STEPS[place]["command"] for place in (2, 3)), "weights of the model itself"
+    assert "--lane full" in STEPS[4]["command"] and 5 <= LANES["full"].steps <= 20
+    assert "--lane stress" in STEPS[5]["command"] and LANES["stress"].steps >= 100
     assert "5 to 20 steps" in STEPS[4]["step"] and "100 and more" in STEPS[5]["step"]
 
 
@@ -329,6 +333,7 @@ def test_a_wrong_gradient_is_found_in_the_first_step(monkeypatch: pytest.MonkeyP
     assert any("weights after" in check.name for check in found)
 
 
+@pytest.mark.req("R-PAR-09")
 def test_loss_curves_are_compared_beyond_twenty_steps() -> None:
     tiny = replace(CONFIGS["tiny"], hidden=16, layers=1, vocab=11)
     checks = list(check_training(tiny, SELECTED, CPU, steps=25))
