@@ -24,6 +24,7 @@ def test_a_kept_run_measured_every_library_and_the_prompt_cache_pays(path):
     assert data["cache"]["bytes"] <= data["cache"]["max_bytes"]
     for name, item in data["libraries"].items():
         assert 1_900 <= item["system_tokens"] <= 2_200, name
+        assert item["batch_us"]["lz"] <= data["limits"]["batch of 1 000"] * item["batch_us"]["own"], name
         assert item["ratios"]["selection µs"] <= data["limits"]["selection µs"], name
         if item["splits"]:
             assert item["ratios"]["system prompt"] >= data["limits"]["system prompt"], name

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from layerzero.errors import InvalidInputError
-from layerzero_tokenizers import small
+from layerzero.runtime.state import state
+from layerzero_tokenizers import load, small
 from layerzero_tokenizers.candidates import EDGES
 from tools.pytest_fixtures import module_beside
 
@@ -176,11 +177,72 @@ def test_padding_to_a_length_and_what_cannot_be_padded(opened):
     assert "no padding token" in str(caught.value)
 
 
+@pytest.mark.req("R-TOK-09")
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["cl100k", "sp_bytes"])
+def test_libraries_without_truncation_and_padding_get_them(name, side, make, opened):
+    """tiktoken and SentencePiece only encode: what is kept and filled is worked out from their ids."""
+    texts = ["the quick brown fox jumps", "a", "", "numbers 123 and words of language models"]
+    rows = [own_ids(make(name), text) for text in texts]
+    kept = [row[:7] if side == "right" else row[-7:] for row in rows]
+    assert lz.tokenize(texts, opened(name), max_length=7, truncation_side=side) == kept
+    options = {"max_length": 7, "truncation_side": side, "padding_side": side, "pad_id": 3}
+    batch = lz.tokenize(texts, opened(name), padding="longest", **options)
+    right = side == "right"
+    filled = [[*row, *[3] * (7 - len(row))] if right else [*[3] * (7 - len(row)), *row] for row in kept]
+    real = [[1] * len(row) + [0] * (7 - len(row)) for row in kept]
+    assert batch.input_ids.tolist() == filled
+    assert batch.attention_mask.tolist() == [row if right else row[::-1] for row in real]
+
+
+@pytest.mark.req("R-TOK-09")
+@pytest.mark.parametrize("name", ["gpt2", "cl100k", "sp_bytes"])
+def test_a_batch_is_one_selection_and_one_call_of_the_library(name, make, opened):
+    handle, calls = opened(name).within("batch"), []
+
+    class Counting:
+        def __init__(self, engine):
+            self._engine = engine
+
+        def __getattr__(self, name):
+            found = getattr(self._engine, name)
+            return (lambda *args: calls.append(name) or found(*args)) if callable(found) else found
+
+    handle.engines = {backend: Counting(engine) for backend, engine in handle.engines.items()}
+    texts = [f"text {number} of many" for number in range(200)]
+    before = state.counters.selections
+    assert lz.tokenize(texts, handle) == [own_ids(make(name), text) for text in texts]
+    assert calls == ["encode_batch"] and state.counters.selections == before + 1
+
+
 def test_a_tokenizer_that_truncates_by_itself_still_does():
     tok = kinds.bert()
     tok.enable_truncation(5)
     text = "the quick brown fox jumps over the lazy dog"
     assert lz.tokenize(text, tok) == tok.encode(text).ids and len(tok.encode(text).ids) == 5
+
+
+@pytest.mark.req("R-TOK-05")
+def test_merges_written_by_hand_are_followed_in_their_own_order():
+    """The order of the merges is not that of the ids, and one merge crosses what another would have joined."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: index for index, letter in enumerate(letters)}
+    merges = [("c", "d"), ("b", "c"), ("a", "b"), ("ab", "cd"), ("Ã", "©"), ("Ġ", "a")]
+    vocab |= {left + right: 400 - number for number, (left, right) in enumerate(merges)}
+    tok = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tok.normalizer = normalizers.NFC()
+    tok.pre_tokenizer, tok.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tok.add_special_tokens(["<|cd|>"])
+    handle = load(tok)
+    assert [tok.id_to_token(item) for item in lz.tokenize("abcd bc abc", handle)] == [
+        "abcd", "Ġ", "bc", "Ġa", "bc"
+    ]  # fmt: skip
+    for text in ("abcd bc abc", "e\u0301 é", "ab<|cd|>cd <|cd|>", "dcba ab", *HAND):
+        check(tok, handle, text)
+        for backend in handle.engines:
+            assert lz.tokenize(text, handle, backend=backend) == tok.encode(text).ids, backend
 
 
 @pytest.mark.req("R-TOK-05")

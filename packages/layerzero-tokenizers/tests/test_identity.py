@@ -67,6 +67,8 @@ def test_the_identity_is_the_same_in_another_process(make, tmp_path):
     ("part", "change"),
     [
         ("vocab", lambda d: d["model"]["vocab"].update({"zzz": 9_999})),
+        ("vocab", lambda d: d["model"].update(byte_fallback=True)),
+        ("vocab", lambda d: d["model"].update(dropout=0.1)),
         ("merges", lambda d: d["model"]["merges"].reverse()),
         ("normalizer", lambda d: d.update(normalizer={"type": "NFC"})),
         ("pre_tokenizer", lambda d: d["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True)),
@@ -76,6 +78,7 @@ def test_the_identity_is_the_same_in_another_process(make, tmp_path):
         ("added_tokens", lambda d: d["added_tokens"].append({"id": 1, "content": "x", "special": False})),
         ("rest", lambda d: d.update(decoder=None)),
         ("rest", lambda d: d.update(truncation={"max_length": 3})),
+        ("rest", lambda d: d.update(padding={"pad_id": 3})),
     ],
 )
 def test_every_change_is_seen_and_named(part, change):
@@ -113,6 +116,23 @@ def test_tiktoken_and_sentencepiece_changes_are_seen_too():
     assert {"vocab", "added_tokens"} <= seen
     bos = load(small.processor("bpe", add_bos=True), prove=False)
     assert [str(i.value).split()[0] for i in changes(models[0].fingerprint, bos.fingerprint)] == ["post_processor"]
+
+
+@pytest.mark.req("R-TOKCTX-06", "R-TOKCTX-02")
+def test_the_normalizer_and_the_settings_of_a_sentencepiece_model_are_part_of_its_hash():
+    """Pieces and scores stay: field 3 of the file is how it normalises, field 2 how it takes a text apart."""
+    from sentencepiece import SentencePieceProcessor
+
+    data = small.sp_bytes("bpe")
+    before = load(SentencePieceProcessor(model_proto=data), prove=False)
+    for part, field in (("normalizer", b"\x1a\x02\x20\x00"), ("pre_tokenizer", b"\x12\x03\xc0\x01\x01")):
+        # Of a field that is given twice the later one holds: remove_extra_whitespaces off, whitespace as a suffix.
+        after = load(SentencePieceProcessor(model_proto=data + field), prove=False)
+        assert [str(i.value).split()[0] for i in changes(before.fingerprint, after.fingerprint)] == [part]
+        assert before.fingerprint.digest != after.fingerprint.digest
+        assert before.tokenizer_id != after.tokenizer_id and before.identity.vocab_hash == after.identity.vocab_hash
+        ids = [getattr(item.identity, f"{part.replace('_', '')}_id") for item in (before, after)]
+        assert ids[0] != ids[1]
 
 
 @pytest.mark.req("R-TOKCTX-05", "R-CORE-25")

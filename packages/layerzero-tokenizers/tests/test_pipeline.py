@@ -30,7 +30,7 @@ def streamed(handle, ids, skip):
     return [*parts, text.flush()]
 
 
-@pytest.mark.req("R-TOK-10")
+@pytest.mark.req("R-TOK-09", "R-TOK-10")
 @pytest.mark.parametrize("name", ["gpt2", "cl100k", "sp_bytes"])
 def test_a_prompt_goes_all_the_way_and_back(name, opened):
     handle = opened(name)

@@ -135,6 +135,24 @@ def test_two_models_interleaved_keep_their_own_ids(make, opened):
     assert CACHE.stats().hits > 60 and CACHE.stats().entries >= 3
 
 
+@pytest.mark.req("R-TOK-11")
+def test_interleaved_models_keep_their_own_kernels_texts_and_ids(make, opened):
+    """Selection included: each model is served by what serves it alone, and the text of ids is its own."""
+    names = ("gpt2", "bert", "cl100k", "sp_bpe")
+    alone = {name: lz.which("tokenize", "the dog", opened(name)) for name in names}
+    assert alone["bert"] == "tokenizers.tokenize.fast" and alone["sp_bpe"] == "sentencepiece.tokenize.processor"
+    for turn in range(4):
+        for name in names:
+            tok, text = make(name), f"the lazy dog {turn}"
+            ids = lz.tokenize(text, opened(name))
+            assert ids == (small_own(tok, text) if name != "sp_bpe" else tok.encode(text)), name
+            report = lz.explain("tokenize", text, opened(name))
+            assert report.ran == report.chosen == alone[name]
+            assert report.context.tokenizer == opened(name).identity
+            skipped = {"skip_special_tokens": False} if name in ("gpt2", "bert") else {}
+            assert lz.detokenize(ids, opened(name)) == tok.decode(ids, **skipped), name
+
+
 def small_own(tok, text):
     return tok.encode(text).ids if hasattr(tok, "get_vocab_size") else tok.encode(text, allowed_special="all")
 

@@ -36,7 +36,7 @@ def test_the_winner_is_proven_and_the_faster_one_by_measurement(opened, make):
     assert "sentencepiece is not proven" in str(report)
 
 
-@pytest.mark.req("R-OP-01")
+@pytest.mark.req("R-OP-01", "R-TOK-05")
 def test_one_that_differs_can_never_win():
     """Merges that tiktoken cannot express: it joins any two parts whose whole is a token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -171,6 +171,28 @@ def test_a_changed_file_drops_what_was_cached_and_says_which_part(part, change, 
     assert part in caplog.text
 
 
+@pytest.mark.req("R-TOK-08")
+def test_a_changed_tokenizer_config_drops_the_system_prompt_too(tmp_path, make):
+    """The model file is the same; its configuration now asks for a BOS, and names another padding token."""
+    config, sp = tmp_path / "tokenizer_config.json", make("sp_bpe")
+    (tmp_path / "tokenizer.model").write_bytes(small.sp_bytes("bpe"))
+    config.write_text(json.dumps({"add_bos_token": False}))
+    prompt = "You are a helpful assistant. " * 40
+    for tail in ("one", "two", "three"):
+        assert lz.tokenize(prompt + tail, tmp_path) == sp.encode(prompt + tail)
+    assert CACHE.stats().entries == 1 and CACHE.stats().hits >= 1
+    config.write_text(json.dumps({"add_bos_token": True}))
+    assert lz.tokenize(prompt + "two", tmp_path) == [sp.bos_id(), *sp.encode(prompt + "two")]
+    stats = CACHE.stats()
+    assert stats.invalidated == 1 and str(stats.reasons[-1].value).startswith("post_processor")
+
+    model = folder_of(tmp_path / "model", make, pad_token="<s>")
+    for token in ("<s>", "</s>"):
+        folder_of(model, make, pad_token=token)
+        batch = lz.tokenize([TEXT, "a"], model, padding="longest")
+        assert batch.input_ids[1, -1] == make("gpt2").token_to_id(token)
+
+
 @pytest.mark.req("R-TOK-04")
 @pytest.mark.parametrize("special", [False, True], ids=["plain", "special"])
 def test_a_token_that_is_added_to_a_file_drops_what_was_cached_with_the_old_one(special, tmp_path, make):
