@@ -17,6 +17,7 @@ import layerzero as lz
 from layerzero._ops.signature import public_op
 from layerzero.errors import InvalidInputError
 from layerzero.model.context import Context
+from layerzero.numerics import tolerance
 from layerzero.tuning.inputs import build
 from layerzero.tuning.truth import UNLIKELY, chi_square
 from layerzero_cli.root import cli
@@ -400,6 +401,8 @@ def test_a_target_without_a_distribution_gives_no_token(value):
 
 @pytest.mark.req("R-TOL-05")
 def test_equal_seeds_give_equal_tokens_and_rows_do_not_disturb_each_other():
+    lz.list_ops()
+    assert all(tolerance(op, torch.float32).exact for op in ("sample_speculative", "sample_tree"))
     ids, draft, target = chain()
     first = lz.sample_speculative(ids, draft, target, generator=seeded(9))
     again = lz.sample_speculative(ids, draft, target, generator=seeded(9))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import layerzero as lz
 from layerzero.errors import InvalidInputError
+from layerzero.numerics import tolerance
 from layerzero.runtime.state import state
 from layerzero_tokenizers import load, small
 from layerzero_tokenizers.candidates import EDGES
@@ -213,6 +214,13 @@ def test_a_batch_is_one_selection_and_one_call_of_the_library(name, make, opened
     before = state.counters.selections
     assert lz.tokenize(texts, handle) == [own_ids(make(name), text) for text in texts]
     assert calls == ["encode_batch"] and state.counters.selections == before + 1
+
+
+@pytest.mark.req("R-TOL-05")
+def test_tokens_and_texts_are_held_to_equality():
+    """By the ops themselves: an op without a row of its own would be let off in a dtype that is not whole numbers."""
+    lz.list_ops()
+    assert all(tolerance(op, dtype).exact for op in ("tokenize", "detokenize") for dtype in ("int64", "float32"))
 
 
 def test_a_tokenizer_that_truncates_by_itself_still_does():

@@ -72,6 +72,39 @@ def test_every_norm_is_held_to_the_row_of_the_norms(op):
     assert compare(ones + 1e-6, ones, found["fp32"]).ok and not compare(off, ones, found["fp32"]).ok
 
 
+FAMILIES = {
+    "R-TOL-01": (
+        "attention paged_attention varlen_attention grouped_attention mla_paged_attention",
+        {"fp16": 1e-3, "bf16": 1e-2, "fp32": 1e-5},
+    ),
+    "R-TOL-03": (
+        "linear silu_and_mul gelu_and_mul relu_and_mul mlp moe grouped_gemm",
+        {"fp16": 1e-3, "bf16": 1e-2, "fp32": 1e-6},
+    ),
+    "R-TOL-04": ("rope xpos alibi", {"fp16": 1e-4, "bf16": 1e-3, "fp32": 1e-6}),
+    "R-TOL-05": ("sample sample_topk sample_topp", {"fp16": 0.0, "bf16": 0.0, "fp32": 0.0, "int64": 0.0}),
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "row"),
+    [
+        pytest.param(op, row, marks=pytest.mark.req(line), id=op)
+        for line, (ops, row) in FAMILIES.items()
+        for op in ops.split()
+    ],
+)
+def test_every_op_is_held_to_the_row_of_its_family(op, row):
+    found = {dtype: tolerance(op, dtype) for dtype in row}
+    assert {dtype: bounds(tol) for dtype, tol in found.items()} == {dtype: (b, b) for dtype, b in row.items()}
+    assert all(tol.hit_ratio == 1.0 for tol in found.values())
+    expected = torch.tensor([8.0, -3.0], dtype=torch.float64)
+    for dtype, bound in row.items():  # in a wide dtype, where no spacing counts: within the bounds, and beyond them
+        off = bound * (1 + expected.abs())
+        assert compare(expected + 0.9 * off, expected, found[dtype]).ok
+        assert not compare(expected + 1.1 * off + 1e-12, expected, found[dtype]).ok
+
+
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2", "mxfp4", "nvfp4", "nf4", torch.float8_e5m2])
 @pytest.mark.req("R-DEF-09", "R-TOL-07")
 def test_low_bit_floats_need_85_percent_hits(dtype):
