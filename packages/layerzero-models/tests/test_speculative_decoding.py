@@ -16,7 +16,7 @@ from layerzero.model.kernel import Limit
 from layerzero.tuning.truth import UNLIKELY, chi_square
 from layerzero_models import plugin
 from layerzero_models.speculative import SpeculativeConfig, SpeculativeDecoder, decode
-from layerzero_models.speculative.decoder import compare
+from layerzero_models.speculative.decoder import Clock, compare
 from layerzero_models.speculative.tree import TreeDecoder, tree_of
 from layerzero_verify.testing.run import counts_of
 
@@ -312,6 +312,21 @@ def test_draft_target_and_verification_select_apart(lab):
 
 
 @pytest.mark.req("R-SPEC-01")
+@pytest.mark.parametrize("denied", [False, True])
+def test_the_targets_settings_and_the_verifications_bind_nobody_else(lab, denied):
+    fallback = lab.builtin.kernels["reference.attention.plain"].kernel_id
+    lab.use(lab.kernel("extra.attention.k", priority=99), lab.kernel("extra.sample_speculative.k", priority=99))
+    draft, target = (Watched(model, lab) for model in pair(0.05))
+    config = SpeculativeConfig(
+        temperature=0.8, target={"locks": {"attention": fallback}}, verify={"deny": ["extra"]} if denied else {}
+    )
+    SpeculativeDecoder(draft, target, config).generate(PROMPT, 6, generator=seeded())
+    assert target.attention() == {fallback} and draft.attention() == {"extra.attention.k"}
+    judges = {kernel for kernel in lab.ran() if ".sample_speculative." in kernel}
+    assert len(judges) == 1 and (judges == {"extra.sample_speculative.k"}) is not denied
+
+
+@pytest.mark.req("R-SPEC-01")
 def test_a_role_stays_hot_and_follows_what_is_set_around_it(lab):
     from layerzero.runtime.state import state
 
@@ -389,6 +404,33 @@ def test_latency_overhead_and_speedup_are_values():
     shown = report.to_json()
     assert {"draft_latency_s", "verification_overhead", "speedup", "acceptance_rate"} <= set(shown)
     assert all(isinstance(value, (int, float)) for value in shown.values())
+
+
+@pytest.mark.req("R-SPEC-05")
+def test_each_second_is_counted_where_it_was_spent(monkeypatch):
+    """Time by hand: a call of the draft takes 1 second, one of the target 10, a judgement half a second."""
+    now, judge = [0.0], lz.sample_speculative
+
+    def taking(seconds, call):
+        def timed(*args, **kwargs):
+            now[0] += seconds
+            return call(*args, **kwargs)
+
+        return timed
+
+    monkeypatch.setattr(Clock, "_now", lambda self: now[0])
+    monkeypatch.setattr(lz, "sample_speculative", taking(0.5, judge))
+    draft, target = pair(0.0)
+    config = SpeculativeConfig(draft_len=3, temperature=0.0)
+    report = compare(SpeculativeDecoder(taking(1.0, draft), taking(10.0, target), config), PROMPT, 8)
+    stats = report.stats
+    assert stats.rounds == 2  # of 4 tokens each: three calls of the draft, one of the target, one judgement
+    assert (stats.prefill_s, stats.draft_s, stats.target_s, stats.verify_s) == (11.0, 6.0, 20.0, 1.0)
+    assert (stats.draft_latency_s, stats.verification_s) == (3.0, 10.5)
+    assert (report.plain_steps, report.plain_s, report.speculative_s) == (8, 80.0, 38.0)
+    assert report.verification_overhead == pytest.approx(1.05) and report.speedup == pytest.approx(80 / 38)
+    shown = report.to_json()
+    assert (shown["draft_latency_s"], shown["verification_s"], shown["plain_s"]) == (3.0, 10.5, 80.0)
 
 
 @pytest.mark.req("R-SPEC-05")

@@ -81,7 +81,7 @@ if PROVE:
 
 
 @pytest.mark.correctness
-@pytest.mark.req("R-QUANT-03", "R-QUANT-04", "R-QUANT-09")
+@pytest.mark.req("R-QUANT-01", "R-QUANT-03", "R-QUANT-04", "R-QUANT-09")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("fmt", "granularity", "symmetric"), GRID)
@@ -547,7 +547,7 @@ def test_every_op_on_codes_has_their_granularity_in_its_context(granularity):
         assert (ctx.quant_format, ctx.granularity, ctx.dim("block")) == ("int8", granularity, options.get("block_size"))
 
 
-@pytest.mark.req("R-QUANT-04", "R-QUANT-05", "R-CTX-13")
+@pytest.mark.req("R-QUANT-03", "R-QUANT-04", "R-QUANT-05", "R-CTX-13")
 def test_format_granularity_and_packing_stand_in_the_context_and_in_the_reasons():
     qt = weight_of("int4", block_size=16, symmetric=False)
     x = draw(1, 64)

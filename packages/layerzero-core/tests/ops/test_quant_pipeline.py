@@ -97,7 +97,7 @@ def run(blocks, head, ids, dtype, cache, steps):
     return torch.cat(outs)
 
 
-def quantized(blocks, head, fmt, dtype, act=None):
+def quantized(blocks, head, fmt, dtype, act=None, granularity="block"):
     """Blocks with quantized linear layers for LayerZero, and the numbers they stand for in float64."""
     stored, meant = [], []
     for block in (*blocks, {"out": head["out"]}):
@@ -106,7 +106,8 @@ def quantized(blocks, head, fmt, dtype, act=None):
             if name not in NAMES and name != "out":
                 made[name], read[name] = weight.to(dtype), weight.to(dtype).double()
                 continue
-            qt = lz.quantize(weight.to(dtype), fmt, granularity="block", block_size=16 if fmt == "nvfp4" else 32)
+            size = None if granularity != "block" else 16 if fmt == "nvfp4" else 32
+            qt = lz.quantize(weight.to(dtype), fmt, granularity=granularity, block_size=size)
             made[name] = qt if act is None else lz.pack_weight(qt, act=act)
             read[name] = torch.from_numpy(oracle.value_of(qt))
         stored.append(made)
@@ -138,6 +139,35 @@ def test_the_pipeline_stays_within_the_declared_bounds_of_its_format(fmt, dtype)
     assert share(want, full) > DECLARED[fmt] / 4  # a bound that nothing comes near would say nothing
     if dtype is torch.float32:
         assert torch.equal(got.argmax(-1), want.argmax(-1))
+
+
+@pytest.mark.req("R-QUANT-06")
+@pytest.mark.parametrize(
+    ("fmt", "granularity"), [("int8", "channel"), ("fp8_e4m3", "channel"), ("int4", "block"), ("nvfp4", "block")]
+)
+def test_every_backend_stays_within_its_bounds_through_the_whole_pipeline(fmt, granularity):
+    """Each kernel of linear layers that takes the prompt or single tokens serves every call it may.
+
+    Its bound is what rounding allows, or the error that it declares itself.
+    """
+    blocks, head = build(3)
+    stored, meant, narrow, wide = quantized(blocks, head, fmt, torch.float32, granularity=granularity)
+    want = truth(meant, wide, IDS)
+    asked = [torch.zeros(rows, HIDDEN) for rows in (1, len(IDS) - 5)]
+    takes = {}
+    for x in asked:
+        for found in lz.explain("linear", x, narrow["out"]).decision.candidates:
+            takes.setdefault(found.kernel_id, []).append(found.accepted)
+    kernels = {kernel: taken for kernel, taken in takes.items() if any(taken)}
+    assert {"reference", "torch"} <= {kernel.split(".")[0] for kernel in kernels}
+    declared = {spec.kernel_id: dict(spec.error_bounds).get(fmt, 0.0) for spec in lz.list_kernels("linear")}
+    for kernel, taken in kernels.items():
+        cache = lz.kv_cache(batch=1, num_kv_heads=KV_HEADS, head_dim=DIM, max_len=32, layers=LAYERS, page_size=4)
+        with lz.prefer(kernel):
+            assert [lz.which("linear", x, narrow["out"]) == kernel for x in asked] == taken
+            got = run(stored, narrow, IDS, torch.float32, cache, steps=5)
+        assert share(got, want) <= max(ROUNDING[torch.float32], declared[kernel]), kernel
+        assert torch.equal(got.argmax(-1), want.argmax(-1)), kernel
 
 
 @pytest.mark.req("R-QUANT-06")

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+import layerzero as lz
 from layerzero.errors import InvalidInputError
 from layerzero.model.enums import QuantFormat
 from layerzero.model.quant import FORMATS, QuantizedTensor, format_traits, resolve_granularity
@@ -103,3 +104,15 @@ def test_names_resolve_and_block_formats_own_their_granularity():
     assert resolve_granularity("int8", "tensor") == "tensor"
     with pytest.raises(InvalidInputError, match="block"):
         resolve_granularity("mxfp4", "channel")
+
+
+@pytest.mark.req("R-QUANT-03")
+@pytest.mark.parametrize("fmt", [fmt.value for fmt in QuantFormat])
+def test_every_format_stands_in_the_context_under_its_own_name(fmt):
+    granularity = "block" if FORMATS[QuantFormat(fmt)].block_only else "channel"
+    x, weight = torch.randn(2, 64), torch.randn(16, 64)
+    qt = lz.quantize(weight, fmt, granularity=granularity)
+    for op, *args in (("linear", x, qt), ("dequantize", qt)):
+        assert (lz.explain(op, *args).context.quant_format, lz.select(op, *args).context.quant_format) == (fmt, fmt)
+    assert lz.explain("quantize", x, fmt, granularity=granularity).context.quant_format == fmt
+    assert lz.explain("linear", x, weight).context.quant_format is None
