@@ -194,7 +194,7 @@ def test_every_generation_refuses_a_last_axis_that_skips(sm):
         assert not against, spec.kernel_id  # heads and sequence exchanged is no matter: rows are whole
 
 
-@pytest.mark.req("R-BK-FA4-04")
+@pytest.mark.req("R-BK-FA4-04", "R-QUANT-02")
 def test_fp8_is_for_datacenter_blackwell():
     assert fitting(call(100, dtype="float8_e4m3fn")) == ["flashattn4"]
     for sm in (90, 110, 120):

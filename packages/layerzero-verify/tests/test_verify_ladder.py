@@ -12,16 +12,18 @@ import torch.nn.functional as F
 
 import layerzero as lz
 from layerzero.errors import InvalidInputError, UnknownNameError
+from layerzero.model.enums import Layout
+from layerzero.model.kernel import Limit
 from layerzero.numerics import Tolerance, assert_close
-from layerzero_verify import block, thresholds
+from layerzero_verify import block, ladder, thresholds
 from layerzero_verify.block import CONFIGS, made
-from layerzero_verify.kernels import CONTRACTS, Bench, window
+from layerzero_verify.kernels import CONTRACTS, Bench, contract, window
 from layerzero_verify.ladder import LANES, STEPS, named, verify
 from layerzero_verify.layers import check_layer
 from layerzero_verify.lineup import LineUp, Target, resolve
 from layerzero_verify.oracles import ORACLES, Truth, rope_tables
 from layerzero_verify.report import STAGES, Check, Level, StageDiff, Status, judge, localise, red_flags
-from layerzero_verify.training import check_training, grows_exponentially
+from layerzero_verify.training import _Model, check_training, grows_exponentially
 
 CPU = torch.device("cpu")
 SELECTED = LineUp("as selected")
@@ -52,6 +54,30 @@ def test_the_configs_are_these() -> None:
         named(CONFIGS, "huge")
 
 
+@pytest.mark.req("R-PAR-12")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_and_trained_models_have_the_sizes_of_their_config(name: str) -> None:
+    """A config whose KV heads or layers were lost would pass every level all the same."""
+    config = CONFIGS[name]
+    hidden, heads, kv_heads, layers = {
+        "tiny": (64, 2, 2, 2), "gqa": (128, 8, 2, 2), "deep": (64, 2, 2, 6), "wide": (128, 8, 8, 2),
+        "no_rope": (64, 2, 2, 2), "medium": (256, 4, 4, 4),
+    }[name]  # fmt: skip
+    made_one, trained = made(config, 0, 0), _Model(config, CPU, 0)
+    for layer in (made_one, *trained.layers):
+        assert (layer.heads, layer.kv_heads, layer.head_dim) == (heads, kv_heads, hidden // heads)
+        assert layer.wq.shape == layer.wo.shape == (hidden, hidden)
+        assert layer.wk.shape == layer.wv.shape == (hidden * kv_heads // heads, hidden)
+    assert len(trained.layers) == layers
+    assert (trained.tables is None) is ("positions" in trained.parameters()) is (name == "no_rope")
+
+
+@pytest.mark.req("R-PAR-12")
+def test_level_2_runs_every_layer_of_the_deep_config() -> None:
+    forward = next(iter(check_layer(CONFIGS["deep"], SELECTED, CPU)))
+    assert {row.stage.split()[1] for row in forward.stages} == set("012345") and forward.status is Status.OK
+
+
 @pytest.mark.req("R-PAR-10", "R-PAR-09")
 def test_the_thresholds_are_these() -> None:
     t = thresholds
@@ -74,6 +100,36 @@ def test_each_lane_holds_what_the_one_before_holds_and_all_hold_the_window_contr
     assert {"llama", "mistral", "qwen", "gemma", "gpt2", "t5", "vit"} <= set(quick.models)
     assert stress.steps >= 100
     assert window in CONTRACTS  # level 1 of every lane runs them all
+
+
+@pytest.mark.req("R-PAR-13")
+@pytest.mark.parametrize(
+    ("lane", "seeds", "steps", "length"), [("quick", 1, 5, 12), ("full", 3, 20, 24), ("stress", 20, 200, 96)]
+)
+def test_a_lane_draws_and_trains_as_often_as_it_says(
+    monkeypatch: pytest.MonkeyPatch, lane: str, seeds: int, steps: int, length: int
+) -> None:
+    drawn: list[int] = []
+    trained: list[tuple[str, int]] = []
+    lengths: list[int] = []
+    monkeypatch.setattr(Bench, "forward", lambda bench: drawn.append(bench.seed) or iter(()))
+    monkeypatch.setattr(Bench, "backward", lambda bench: iter(()))
+    monkeypatch.setattr(Bench, "composed", lambda bench, count: iter(()))
+
+    def training(config, line_up, device, *, steps, seed):
+        trained.append((config.name, steps))
+        return [Check(5, "training", Status.OK)]
+
+    monkeypatch.setattr(ladder.training, "check_training", training)
+    monkeypatch.setattr(ladder.models, "missing", lambda: "")
+    monkeypatch.setattr(ladder.models, "brought", dict)
+    monkeypatch.setattr(ladder.models, "made", lambda name, seed, length: lengths.append(length))
+    monkeypatch.setattr(ladder.forward, "matrix", lambda *given: [Check(0, "model runs", Status.OK)])
+    monkeypatch.setattr(ladder.forward, "check_model", lambda *given, **more: [Check(4, "full forward", Status.OK)])
+    report = verify(lane=lane, kernel="torch.rms_norm.native", level=(1, 4, 5), device="cpu", dtype="float32")
+    assert report.lane == lane and drawn == list(range(seeds))
+    assert dict(trained) == dict.fromkeys(LANES[lane].training, steps)
+    assert set(lengths) == {length} and len(lengths) >= len(LANES[lane].models)
 
 
 @pytest.mark.req("R-PAR-15")
@@ -408,6 +464,25 @@ def test_the_preflight_refuses_what_is_declared_wrongly(lab) -> None:
     assert "layerzero_no_such_module" in preflight.failures[0].detail
     data = report.to_json()["levels"][0]
     assert (data["name"], data["status"], data["failed"]) == ("preflight", "fail", 1)
+
+
+@pytest.mark.req("R-PAR-14")
+@pytest.mark.parametrize(
+    ("kernel_id", "fields", "words"),
+    [
+        ("toy.rms_norm.never", {"limits": (("hidden", Limit(max=1)),)}, "its own constraints refuse a plain call"),
+        ("toy.attention.both", {"layouts": frozenset({Layout.BHSD, Layout.BSHD})}, "cannot see the layout"),
+        ("toy.nobodys.op", {"op": "nobodys"}, "no op 'nobodys' is known"),
+    ],
+)
+def test_the_preflight_holds_a_declaration_to_what_can_be_said_without_numbers(lab, kernel_id, fields, words) -> None:
+    spec = replace(lab.kernel(kernel_id.replace("nobodys", "rms_norm")), kernel_id=kernel_id, **fields)
+    (check,) = contract(spec, CPU)
+    assert (check.level, check.name, check.status) == (0, "contract", Status.FAIL)
+    assert check.kernel == kernel_id and words in check.detail
+    right = lab.kernel("toy.rms_norm.right")
+    lab.use(right)
+    assert [check.status for check in contract(right, CPU)] == [Status.OK]
 
 
 def test_a_kernel_found_wrong_takes_no_part_above(lab) -> None:
