@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import pickle
-from typing import Any
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerzero import errors
+from layerzero import errors, model
 from layerzero.errors import ConfigurationError, InvalidInputError, LayerZeroError
+from layerzero.model.config import Condition, Policy, Rule
 from layerzero.model.context import Context, SelectionContext, Strides, TokenizerIdentity
-from layerzero.model.decision import Bucket, Candidate, Decision, ExecutionPlan, Transform
+from layerzero.model.decision import SHIPPED, Bucket, Candidate, Decision, ExecutionPlan, Expectation, Transform
 from layerzero.model.device import DeviceSpec
 from layerzero.model.enums import (
     Causal,
@@ -28,7 +34,7 @@ from layerzero.model.enums import (
 )
 from layerzero.model.formula import Formula
 from layerzero.model.kernel import BackendSpec, KernelSpec, Limit
-from layerzero.model.op import OperationSpec
+from layerzero.model.op import Op, OperationSpec
 from layerzero.model.status import BackendStatus, HealthReport
 from layerzero.reasons import Reason, ReasonCategory, ReasonCode, reason
 from layerzero_verify.testing.fakes import cpu, gpu
@@ -66,6 +72,15 @@ def test_there_are_at_least_eighty_codes_whose_value_is_their_name() -> None:
     assert all(code.name == code.value for code in ReasonCode)
 
 
+@pytest.mark.req("R-CORE-01")
+def test_no_code_that_was_ever_written_to_a_file_changes_its_name() -> None:
+    """Lock files, logs and tables of earlier versions hold these words: new ones are added to the list, none leaves."""
+    kept = (Path(__file__).parent / "reason_codes.txt").read_text(encoding="utf-8").split()
+    assert sorted(kept) == sorted(code.value for code in ReasonCode)
+    for word in kept:
+        assert Reason.from_json({"code": word, "message": "m"}).to_json()["code"] == word
+
+
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20)
 
 
@@ -73,7 +88,8 @@ plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) |
 @given(st.sampled_from(ReasonCode), st.text(max_size=40), plain, plain, st.text(max_size=20))
 def test_a_reason_survives_json(code: ReasonCode, message: str, value: Any, limit: Any, hint: str) -> None:
     item = Reason(code, message, value, limit, hint)
-    assert Reason.from_json(json.loads(json.dumps(item.to_json()))) == item
+    again = Reason.from_json(json.loads(json.dumps(item.to_json())))
+    assert again == item and repr(again) == repr(item), "1, 1.0 and True are equal, but not the same value"
 
 
 def test_an_unknown_code_is_refused() -> None:
@@ -321,8 +337,34 @@ def test_a_launch_is_compared_with_the_devices_limits() -> None:
     assert codes(spec.validate_launch_config(gpu(90), (0, 1, 1))) == {"LAUNCH_CONFIG_INVALID"}
 
 
+@pytest.mark.req("R-CORE-17")
+@pytest.mark.parametrize(
+    ("grid", "block", "code", "limit"),
+    [
+        ((2**31 - 1, 65535, 65535), (1024,), None, None),
+        ((2**31, 1, 1), (1,), "CUDA_BLOCK_LIMIT_EXCEEDED", 2**31 - 1),
+        ((1, 65536, 1), (1,), "CUDA_BLOCK_LIMIT_EXCEEDED", 65535),
+        ((1, 1, 65536), (1,), "CUDA_BLOCK_LIMIT_EXCEEDED", 65535),
+        ((1, 0, 1), (1,), "LAUNCH_CONFIG_INVALID", "at least 1 in every axis"),
+        ((1, 1, 1), (8, 0, 1), "LAUNCH_CONFIG_INVALID", "at least 1 in every axis"),
+        ((1, 1, 1), (1025,), "LAUNCH_CONFIG_INVALID", 1024),
+        ((1, 1, 1), (1, 1024, 1), None, None),
+        ((1, 1, 1), (16, 1, 64), None, None),
+        ((1, 1, 1), (1, 1, 65), "LAUNCH_CONFIG_INVALID", 64),
+    ],
+)
+def test_each_axis_of_a_launch_has_the_limit_that_cuda_gives_it(
+    grid: tuple[int, ...], block: tuple[int, ...], code: str | None, limit: Any
+) -> None:
+    found = kernel().validate_launch_config(gpu(90), grid, block)
+    assert [(item.code.value, item.limit) for item in found] == ([] if code is None else [(code, limit)])
+
+
 @pytest.mark.req("R-CORE-18")
 def test_a_kernel_names_its_generations() -> None:
+    assert get_type_hints(KernelSpec)["supported_generations"] == frozenset[GPUGeneration]
+    assert kernel().supported_generations == frozenset(), "one that names none runs on all"
+    assert all(kernel().check(context(device=gpu(sm))) == [] for sm in (75, 80, 89, 90, 100))
     spec = kernel(supported_generations=frozenset({GPUGeneration.HOPPER}))
     assert spec.check(context(device=gpu(90))) == []
     assert codes(spec.check(context(device=gpu(100)))) == {"GENERATION_UNSUPPORTED"}
@@ -413,6 +455,39 @@ def test_an_execution_plan_names_kernel_transforms_and_the_decision_behind_it() 
     assert made.winner.accepted and made.candidate("c.attention.k").reasons[0].code == "SM_TOO_OLD"
 
 
+def squared(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+
+def values() -> set[type]:
+    """Every class of values under `layerzero.model` that has a JSON form."""
+    modules = [
+        importlib.import_module(item.name) for item in pkgutil.iter_modules(model.__path__, f"{model.__name__}.")
+    ]
+    made = (item for module in modules for item in vars(module).values() if isinstance(item, type))
+    return {item for item in made if item.__module__.startswith(model.__name__) and hasattr(item, "to_json")}
+
+
+def parts(item: Any) -> Iterator[Any]:
+    """A value, and the values in its fields."""
+    yield item
+    inside = item
+    if dataclasses.is_dataclass(item):
+        inside = [getattr(item, one.name, None) for one in dataclasses.fields(item)]
+    for part in inside if isinstance(inside, (list, tuple, frozenset)) else ():
+        yield from parts(part)
+
+
+# What is code, follows from the rest, or is an object of its own beside the value.
+UNSHOWN: dict[type, set[str]] = {
+    OperationSpec: {"describe", "fallback_impl", "random", "mutates", "autocast", "stands_for"},
+    Decision: {"steps"},
+    Candidate: {"preferred"},
+    BackendSpec: {"generations"},
+    Policy: {"levels"},
+}
+
+
 @pytest.mark.req("R-CORE-24")
 def test_every_model_dumps_to_json() -> None:
     full = kernel(
@@ -422,8 +497,10 @@ def test_every_model_dumps_to_json() -> None:
         head_dim_pairs=frozenset({(192, 128)}),
     )
     stub = reason("BACKEND_STUB")
+    shipped = Expectation(0.5, 12.0, SHIPPED, "a GPU", "0123abcd", "2.13", (("batch", 2),), 0.5, 0.02)
+    deny = Rule("attention", (Condition("head_dim", ">=", 64),), deny=("b.*",), boosts=(("c", 2.0),))
     models: list[Any] = [
-        decision(),
+        replace(decision(), notes=(stub,), refusal=stub),
         ExecutionPlan.of(decision()),
         context(tokenizer=TokenizerIdentity("bpe", "1f")),
         full,
@@ -433,10 +510,18 @@ def test_every_model_dumps_to_json() -> None:
         HealthReport("b", True, "fine", 0.0),
         gpu(90),
         stub,
+        replace(decision().candidates[0], expected=shipped),
+        Policy(rules=(deny,), locks=(("attention", "b.attention.k"),)),
+        Op(function=squared, describe=lambda call: context()),
     ]
-    for model in models:
-        text = json.dumps(model.to_json(), allow_nan=False)
-        assert json.loads(text) == json.loads(json.dumps(model.to_json()))
+    for item in models:
+        shown = item.to_json()
+        assert json.loads(json.dumps(shown, allow_nan=False)) == shown, "lists, text and numbers, as JSON has them"
+        kind = OperationSpec if isinstance(item, Op) else type(item)  # what an op adds to its contract is code
+        public = {one.name for one in dataclasses.fields(kind) if not one.name.startswith("_")}
+        assert public - UNSHOWN.get(kind, set()) <= set(shown), kind.__name__
+    known = {type(part) for item in models for part in parts(item)}
+    assert values() <= known, sorted(kind.__name__ for kind in values() - known)
 
 
 def test_reasons_and_contexts_travel_between_processes() -> None:

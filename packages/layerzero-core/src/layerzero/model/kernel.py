@@ -334,16 +334,16 @@ class KernelSpec(Plain):
     def validate_launch_config(
         self, device: DeviceSpec, grid: tuple[int, ...], block: tuple[int, ...] = (1, 1, 1)
     ) -> list[Reason]:
-        """Compare a CUDA launch with the device's limits."""
+        """Compare a CUDA launch with the device's limits; a block is never deeper than 64."""
         found: list[Reason] = []
         if any(size < 1 for size in (*grid, *block)):
             found.append(reason("LAUNCH_CONFIG_INVALID", f"grid {grid}, block {block}", "at least 1 in every axis"))
         for size, limit in zip(grid, device.max_grid, strict=False):
             if size > limit:
                 found.append(reason("CUDA_BLOCK_LIMIT_EXCEEDED", size, limit))
-        threads = math.prod(block)
-        if threads > device.max_threads_per_block:
-            found.append(reason("LAUNCH_CONFIG_INVALID", threads, device.max_threads_per_block))
+        for size, limit in ((math.prod(block), device.max_threads_per_block), (math.prod(block[2:]), 64)):
+            if size > limit:
+                found.append(reason("LAUNCH_CONFIG_INVALID", size, limit))
         return found
 
     def prior(self, ctx: Context) -> float:
