@@ -55,7 +55,7 @@ def test_unknown_sm_is_unknown_and_raises_nothing(sm: int | None) -> None:
     assert DEFAULT_GENERATIONS.lookup(sm).generation is G.UNKNOWN
 
 
-@pytest.mark.req("R-DEV-02")
+@pytest.mark.req("R-DEV-02", "R-CORE-20")
 @given(st.one_of(st.none(), st.integers()))
 def test_any_integer_has_a_row(sm: int | None) -> None:
     row = DEFAULT_GENERATIONS.lookup(sm)
@@ -106,7 +106,7 @@ def test_the_last_override_wins_over_earlier_ones() -> None:
     assert first.override({"90": {"tensor_core_generation": 2}}).lookup(90).tensor_core_generation == 2
 
 
-@pytest.mark.req("R-DEV-08")
+@pytest.mark.req("R-DEV-08", "R-CORE-20")
 @pytest.mark.parametrize(
     ("descriptor", "key"),
     [

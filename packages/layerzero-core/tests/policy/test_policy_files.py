@@ -218,6 +218,7 @@ def test_a_bad_toml_file_is_refused_with_line_and_key(name):
     assert (caught.value.line, caught.value.key) == (line, key)
 
 
+@pytest.mark.req("R-EXC-05")
 @pytest.mark.parametrize(
     ("text", "line", "key", "nearest"),
     [
@@ -271,6 +272,7 @@ def test_a_byte_order_mark_is_no_error():
     assert from_bytes(b"\xef\xbb\xbfdeny: [a]\n", "p.yaml").deny == ("a",)
 
 
+@pytest.mark.req("R-EXC-07")
 def test_what_is_not_a_readable_regular_file_is_refused(tmp_path):
     with pytest.raises(ConfigurationError) as caught:
         load_file(tmp_path / "gone.yaml")

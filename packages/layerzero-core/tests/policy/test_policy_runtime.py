@@ -466,7 +466,7 @@ def test_a_watched_file_is_reloaded_and_a_bad_one_keeps_the_old(five: Any, tmp_p
     assert winner(five) == D
 
 
-@pytest.mark.req("R-API-12")
+@pytest.mark.req("R-API-12", "R-EXC-05", "R-EXC-07")
 def test_a_bad_file_is_refused_and_changes_nothing(five: Any, tmp_path: Path) -> None:
     file = tmp_path / "layerzero.yaml"
     write(file, "prefer: {a: b}\n")

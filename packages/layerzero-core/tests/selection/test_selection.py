@@ -428,14 +428,15 @@ def test_the_report_holds_every_candidate_with_reasons_scores_and_costs(lab: Any
     assert "PLATFORM_MISMATCH" in text
 
 
-@pytest.mark.req("R-API-16", "R-API-18", "R-API-24", "R-API-30")
+@pytest.mark.req("R-API-16", "R-API-18", "R-API-24", "R-API-30", "R-CORE-23")
 def test_select_which_and_dry_run_agree_and_run_nothing(lab: Any) -> None:
     q = torch.randn(1, 5, 2, 16)
     decision = lz.select("attention", q, q, q, layout="BSHD")
     plan = lz.dry_run("attention", q, q, q, layout="BSHD")
     assert decision.chosen == lz.which("attention", q, q, q, layout="BSHD") == plan.kernel_id
     assert plan.transforms == ["layout:BSHD->BHSD"]
-    assert plan.debug_info is decision
+    report = lz.explain("attention", q, q, q, layout="BSHD")
+    assert type(report).__name__ == "SelectionReport" and report.decision is plan.debug_info is decision
     assert lab.tries == []
     _, ran = lab.run(lz.attention, q, q, q, layout="BSHD")
     assert ran == [decision.chosen]

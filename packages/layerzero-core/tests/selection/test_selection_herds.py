@@ -106,6 +106,7 @@ def test_an_interrupt_stays_in_its_thread_and_a_waiter_takes_over() -> None:
     assert results == ["second"]
 
 
+@pytest.mark.req("R-EXC-08")
 def test_a_waiter_gives_up_after_its_timeout_and_the_computation_goes_on() -> None:
     cache: SelectionCache[str, int] = SelectionCache()
     started, go = threading.Event(), threading.Event()
