@@ -399,6 +399,30 @@ def test_an_upgrade_a_downgrade_and_a_removal_are_seen_at_the_next_load(
     assert load_plugins(env={}).record("moving") is None
 
 
+@pytest.mark.req("R-REG-06")
+@pytest.mark.parametrize("api", [">=7", "<1"], ids=["made for a later core", "made for an earlier core"])
+def test_an_upgrade_that_this_core_cannot_take_is_refused_until_the_old_version_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, api: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    hashes: list[str] = []
+    fits = f"=={spec.API_VERSION}"
+    for version, wanted in (("1.0", fits), ("2.0", api), ("1.0", fits)):
+        faults.install(tmp_path, "healthy", "moving", version, {**capabilities("moving"), "api": wanted})
+        _forget_paths()
+        loaded = load_plugins(env={})
+        found = record(loaded, "moving")
+        hashes.append(loaded.registry.capabilities_hash)
+        assert found.dist_version == version
+        if version == "1.0":
+            assert found.state == "ok" and loaded.registry.available("moving")
+            continue
+        assert found.state == "failed" and found.reasons[0].code == "PLUGIN_API_MISMATCH"
+        assert (found.reasons[0].value, found.reasons[0].limit) == (spec.API_VERSION, api)
+        assert not loaded.registry.by_backend("moving") and "moving" not in loaded.registry.backends
+    assert hashes[0] == hashes[2] != hashes[1]
+
+
 def _forget_paths() -> None:
     importlib_metadata.MetadataPathFinder.invalidate_caches()
 

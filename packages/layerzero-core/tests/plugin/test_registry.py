@@ -109,6 +109,20 @@ def test_backends_carry_availability_version_and_platform() -> None:
     )
 
 
+@pytest.mark.req("R-REG-02")
+def test_backends_are_told_apart_by_platform_and_each_has_its_version() -> None:
+    cuda = dataclasses.replace(backend("g", version="2.0"), platforms=frozenset({Platform.CUDA}))
+    registry = REGISTRY.add([kernel("g.rms_norm.k", Platform.CUDA)], cuda)
+    serving = {word: [item.backend for item in registry.by_platform(word)] for word in ("cpu", "cuda", "rocm")}
+    assert serving == {"cpu": ["a", "b"], "cuda": ["b", "g"], "rocm": []}
+    assert registry.by_platform(Platform.CUDA) == registry.by_platform("cuda")
+    ctx = Context(op="rms_norm", dims=(("hidden", 8),))
+    assert [item.backend for item in registry.by_context(ctx)] == ["a", "b"]
+    assert [item.backend for item in registry.by_context(dataclasses.replace(ctx, device=gpu(90)))] == ["g"]
+    assert {name: item.version for name, item in registry.backends.items()} == {"a": "0", "b": "0", "g": "2.0"}
+    assert {name: item.platforms for name, item in registry.backends.items()}["g"] == {Platform.CUDA}
+
+
 @pytest.mark.req("R-CAP-02")
 def test_the_overall_hash_follows_descriptors_versions_and_code() -> None:
     base = REGISTRY.capabilities_hash
