@@ -96,6 +96,66 @@ def test_handles_and_workspaces_exist_on_the_stream_of_a_capture_before_the_firs
     assert report.warmups == 3 and grown[:3] == [second] * 3
 
 
+@pytest.mark.req("R-GRAPH-03")
+def test_a_strict_capture_that_takes_more_memory_than_its_dummy_is_refused_with_how_much() -> None:
+    x, more = rand(64, 256), 64 << 20
+    kept: list[Any] = []
+
+    def grows(x: Any) -> Any:
+        out = lz.rms_norm(x)
+        if torch.cuda.is_current_stream_capturing():
+            kept.append(torch.empty(len(kept) * more, dtype=torch.uint8, device="cuda"))  # none in the dummy
+        return out
+
+    with pytest.raises(CudaGraphUnsafeError) as caught:
+        lz.capture_graph(grows, x, strict=True)
+    (why,) = caught.value.reasons
+    assert len(kept) == 2 and caught.value.code == "GRAPH_MEMORY_GROWS"
+    assert isinstance(why.value, int) and why.value >= more and why.limit == 1 << 20
+    kept.clear()
+    report = lz.capture_graph(grows, x, strict=True, memory_limit=2 * more).report
+    assert report.ok and more <= report.memory_delta <= 2 * more
+    kept.clear()
+
+
+def pool_of(place: int) -> tuple[int, int]:
+    """The memory pool of an address, by what the allocator itself says; (0, 0) is the one of all tensors."""
+    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
+        if segment["address"] <= place < segment["address"] + segment["total_size"]:
+            owner, number = segment["segment_pool_id"]
+            return owner, number
+    raise AssertionError("the allocator does not know this address")
+
+
+@pytest.mark.req("R-GRAPH-03")
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_a_graph_computes_lies_in_its_pool_and_what_it_is_given_does_not(strict: bool) -> None:
+    weight = rand(256)
+    between: list[int] = []  # where the captures, the dummy's among them, put what they need halfway
+
+    def run(x: Any) -> Any:
+        halfway = lz.rms_norm(x, weight)
+        if torch.cuda.is_current_stream_capturing():
+            between.append(halfway.data_ptr())
+        return lz.rms_norm(halfway, weight)
+
+    x, pool = rand(64, 256), torch.cuda.graph_pool_handle()
+    mine = lz.capture_graph(run, x, pool=pool, strict=strict)
+    assert len(between) == 1 + strict
+    assert tuple(mine.pool) == tuple(pool)
+    assert {pool_of(place) for place in (*between, mine.outputs.data_ptr())} == {tuple(pool)}
+    between.clear()
+    own = lz.capture_graph(run, x, strict=strict)
+    assert tuple(own.pool) not in {tuple(pool), (0, 0)}, "without one given a graph has a pool of its own"
+    assert {pool_of(place) for place in (*between, own.outputs.data_ptr())} == {tuple(own.pool)}
+    shared = lz.capture_graph(run, x, pool=own.pool, strict=strict)
+    assert pool_of(shared.outputs.data_ptr()) == tuple(own.pool)
+    for tensor in (x, weight, *mine.inputs.tensors, *own.inputs.tensors, *shared.inputs.tensors):
+        assert pool_of(tensor.data_ptr()) == (0, 0)
+    for graph in (mine, own, shared):
+        torch.testing.assert_close(graph(x), run(x), rtol=1.6e-2, atol=1e-2)
+
+
 @pytest.mark.req("R-GRAPH-05")
 def test_the_policy_makes_every_capture_strict() -> None:
     lz.configure(graph_strict_mode=True)
