@@ -104,6 +104,16 @@ def test_a_broken_backend_is_caught_by_name(reports: dict[str, dict[str, Any]], 
     assert expected in report["failed"], f"the kit missed it; it failed {sorted(report['failed'])}"
 
 
+@pytest.mark.req("R-CAP-04")
+@pytest.mark.timeout(520)
+def test_a_quantized_kernel_is_held_to_the_very_bound_of_its_descriptor(reports: dict[str, dict[str, Any]]) -> None:
+    """Of two kernels that compute the same the first declares the true bound, the second a tighter one."""
+    report = reports["layerzero_quantizes_worse_than_it_says.plugin"]
+    assert list(report["failed"]) == ["test_quantized_values_match_the_reference"] and report["ran"] >= 4
+    first = report["failed"]["test_quantized_values_match_the_reference"]
+    assert "too_good" in first and "a_true_bound" not in first, "kernels are tried in order"
+
+
 @pytest.mark.timeout(520)
 def test_a_mistake_in_one_place_is_not_reported_everywhere(reports: dict[str, dict[str, Any]]) -> None:
     for name in WHOLE:
