@@ -156,6 +156,16 @@ def test_detect_describes_the_cpu_of_this_machine() -> None:
     assert spec.cpu_features
 
 
+@pytest.mark.req("R-CORE-21", "R-DEV-06")
+def test_detect_without_a_name_is_the_cpu_where_torch_sees_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    for module in (torch.cuda, torch.xpu, torch.backends.mps):
+        monkeypatch.setattr(module, "is_available", lambda: False)
+    spec = DeviceSpec.detect()
+    assert spec == DeviceSpec.detect("cpu") == DeviceSpec.detect(torch.empty(1).device)
+    assert (spec.platform, spec.device_type, spec.tensor_core_generation) == (Platform.CPU, "cpu", 0)
+
+
 @pytest.mark.req("R-DEV-05")
 def test_a_snapshot_names_the_backends_that_pip_has_installed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")

@@ -170,7 +170,7 @@ def test_a_timer_ends_the_rest_without_any_call(lab: Any) -> None:
     wait_until(lambda: phase("bad.rms_norm.first") is BreakerPhase.HALF_OPEN)
 
 
-@pytest.mark.req("R-SEL-14")
+@pytest.mark.req("R-SEL-14", "R-REG-03")
 def test_breaker_opens_rests_and_closes_again_by_the_clock(lab: Any, hand_clock: Any) -> None:
     three(lab, breaker={"failures": 1, "cooldown_s": 0.15})
     first = "bad.rms_norm.first"
@@ -201,6 +201,7 @@ def test_a_failure_while_half_open_opens_the_breaker_again(lab: Any, hand_clock:
     assert phase(first) is BreakerPhase.HALF_OPEN
 
 
+@pytest.mark.req("R-REG-03")
 def test_settings_say_how_many_failures_open_and_how_many_successes_close(lab: Any, hand_clock: Any) -> None:
     three(lab, breaker={"failures": 3, "cooldown_s": 0.05, "successes": 2})
     first = "bad.rms_norm.first"

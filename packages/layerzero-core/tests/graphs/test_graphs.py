@@ -56,7 +56,7 @@ def test_a_call_is_safe_when_some_kernel_may_run_it_in_a_capture(lab: Any) -> No
 
 
 # -- the rehearsal ---------------------------------------------------------------------------------
-@pytest.mark.req("R-GRAPH-06")
+@pytest.mark.req("R-GRAPH-01", "R-GRAPH-06")
 def test_a_rehearsal_passes_over_unsafe_kernels_and_sees_every_call(lab: Any) -> None:
     lab.use(lab.kernel("vendor.rms_norm.old", priority=90.0))
     assert lab.run(norm)[1] == ["vendor.rms_norm.old"]

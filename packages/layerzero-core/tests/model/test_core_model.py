@@ -37,6 +37,7 @@ from layerzero.model.kernel import BackendSpec, KernelSpec, Limit
 from layerzero.model.op import Op, OperationSpec
 from layerzero.model.status import BackendStatus, HealthReport
 from layerzero.reasons import Reason, ReasonCategory, ReasonCode, reason
+from layerzero.runtime.current import builtin_ops
 from layerzero_verify.testing.fakes import cpu, gpu
 
 
@@ -205,8 +206,10 @@ def op(**given: Any) -> OperationSpec:
         {"op_id": ""},
         {"op_id": "rm -rf"},
         {"input_kinds": ()},
+        {"input_kinds": (), "arguments": ()},
         {"output_kind": ""},
         {"input_kinds": ("tensor", "tensor")},
+        {"output_kind": "ids"},
         {"op_kind": OpKind.SAMPLING},
         {"op_kind": OpKind.TOKENIZATION, "output_kind": "tensor"},
         {"fallback_impl": None},
@@ -429,6 +432,18 @@ def test_what_an_op_cannot_do_without_is_asked_for() -> None:
     with pytest.raises(InvalidInputError) as caught:
         TokenizerIdentity("", "abc")
     assert caught.value.code == "TOKENIZER_ID_MISSING"
+
+
+@pytest.mark.req("R-CORE-25")
+@pytest.mark.parametrize("name", sorted(name for name in builtin_ops if name.endswith("attention")))
+def test_no_attention_op_goes_without_its_head_dims(name: str) -> None:
+    own = ("head_dim_ckv", "head_dim_kpe") if name.startswith("mla") else ("head_dim",)
+    sizes = dict.fromkeys((*own, "batch", "num_heads", "seq_len_k"), 16)
+    assert Context(op=name, dims=tuple(sizes.items())).dim(own[0]) == 16
+    for missing in own:
+        with pytest.raises(InvalidInputError) as caught:
+            Context(op=name, dims=tuple((key, size) for key, size in sizes.items() if key != missing))
+        assert caught.value.code == "CONTEXT_FIELD_MISSING" and missing in str(caught.value)
 
 
 def test_values_that_decide_nothing_are_not_compared() -> None:

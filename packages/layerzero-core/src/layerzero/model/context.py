@@ -27,8 +27,8 @@ CPU = DeviceSpec(
 )
 
 _REQUIRED_DIMS: Mapping[str, tuple[str, ...]] = {
-    "attention": ("head_dim",),
-    "paged_attention": ("head_dim",),
+    **dict.fromkeys(("attention", "grouped_attention", "paged_attention", "varlen_attention"), ("head_dim",)),
+    "mla_paged_attention": ("head_dim_ckv", "head_dim_kpe"),
     "rms_norm": ("hidden",),
     "layer_norm": ("hidden",),
 }
