@@ -34,7 +34,7 @@ def test_cuda_tensors_are_found(pair: Any) -> None:
 
 
 def test_the_device_is_in_the_key(native: Any) -> None:
-    rest = (None, 0.0, False, None, "BHSD", None, False, None, None, False, None)
+    rest = (None, 0.0, False, None, "BHSD", None, False, None, None, None, False, None)  # as lz.attention names them
     here, there = (native.key("attention", (*on(device), *rest), None) for device in ("cpu", "cuda"))
     assert here[0] != there[0]
     assert attention_key((*on("cpu"), None, 0.0, False, None, None, None, None, False), "BHSD", None) != attention_key(
