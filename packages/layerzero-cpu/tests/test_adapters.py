@@ -462,6 +462,7 @@ def test_a_hundred_thousand_calls_keep_no_memory():
     assert len(gc.get_objects()) - objects < 100
 
 
+@pytest.mark.req("R-CONC-03")
 def test_a_forked_child_makes_results_too():
     args = calls()["rms_norm"]
     right = norm.rms_norm(*args).numpy().tobytes()

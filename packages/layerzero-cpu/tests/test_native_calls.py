@@ -254,6 +254,7 @@ def test_the_team_makes_the_results_of_the_workers(threads):
         native.set_team(torchs_team())
 
 
+@pytest.mark.req("R-CONC-03")
 def test_a_forked_child_starts_its_own_workers(threads):
     """The parent's workers do not exist in the child; it must neither wait for them nor crash."""
     threads(2)

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -274,6 +275,34 @@ def test_a_child_does_not_outlive_its_parent(folders: tuple[Path, Path]) -> None
 
 
 # -- through the ordinary call ----------------------------------------------------------------------
+@pytest.mark.req("R-CONC-03")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_forked_child_leaves_the_process_of_its_parent_alone(toy: dict[str, Any]) -> None:
+    lz.configure(isolation={"toy": toy})
+    torch.testing.assert_close(lz.attention(Q, Q, Q), EXPECTED)
+    made = workers()[-1]
+    pid, calls = made.pid, made.calls
+    assert pid is not None and calls > 0
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(100)  # a child that hangs is ended
+            assert made.pid is None and workers() == ()
+            if os.environ.get("LAYERZERO_PROVE") == "1":  # the start of one more process
+                torch.testing.assert_close(lz.attention(Q, Q, Q), EXPECTED)
+                assert lz.explain("attention", Q, Q, Q).ran == "toy.attention.plain" and made.pid not in (None, pid)
+                made.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert made.pid == pid
+    torch.testing.assert_close(lz.attention(Q, Q, Q), EXPECTED)
+    assert (made.pid, made.calls) == (pid, calls + 1)
+
+
 @pytest.mark.req("R-ISO-01")
 @pytest.mark.req("R-ISO-06")
 @pytest.mark.req("R-ENV-10")
