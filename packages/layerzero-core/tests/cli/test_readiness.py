@@ -152,7 +152,7 @@ def test_a_required_kernel_whose_adapter_is_missing_is_not_ready(site: Path, mon
     assert check.code == "KERNEL_FUNCTION_MISSING"
 
 
-@pytest.mark.req("R-OPS-03")
+@pytest.mark.req("R-OPS-02", "R-OPS-03")
 def test_a_required_kernel_without_its_compiled_artifact_is_not_ready(
     site: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
