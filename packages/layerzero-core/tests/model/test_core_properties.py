@@ -47,12 +47,12 @@ def examples(quick: int, long: int) -> Callable[[Any], Any]:
     """How many examples a property gets in each lane; the long counts are added up below."""
 
     def decorate(test: Any) -> Any:
-        _PLANNED[test.__name__] = long
         lane = settings(
             max_examples=long if PROVE else quick,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
         )
+        _PLANNED[test.__name__] = lane.max_examples if PROVE else long
         return pytest.mark.req("R-PROP-01")(lane(test))
 
     return decorate
