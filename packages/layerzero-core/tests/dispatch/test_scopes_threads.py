@@ -18,8 +18,10 @@ import pytest
 import torch
 
 import layerzero as lz
+from layerzero.health.breaker import HealthRegistry
 from layerzero.policy.layers import merge
 from layerzero.runtime.state import state
+from layerzero.runtime.timers import advance
 
 PROVE = os.environ.get("LAYERZERO_PROVE") == "1"
 X, W = torch.randn(3, 8), torch.ones(8)
@@ -364,13 +366,13 @@ def test_a_forked_child_goes_on_with_the_same_choices(three: Any) -> None:
 @pytest.mark.req("R-CONC-03")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:This process")
-@pytest.mark.parametrize("busy_with", ["a policy", "a lock", "a swap"])
+@pytest.mark.parametrize("busy_with", ["a policy", "a lock", "a swap", "a self test"])
 def test_a_child_forked_while_another_thread_changes_something_is_not_held_up(
     three: Any, monkeypatch: pytest.MonkeyPatch, busy_with: str
 ) -> None:
     """The thread that holds the locks does not exist in the child, and never gives them back there."""
     winner(three)
-    begun, forked = threading.Event(), threading.Event()
+    begun, forked, due = threading.Event(), threading.Event(), HealthRegistry.due
 
     def pause() -> None:
         if threading.current_thread().name == "busy":
@@ -381,12 +383,20 @@ def test_a_child_forked_while_another_thread_changes_something_is_not_held_up(
         pause()
         return merge(*args, **kwargs)
 
+    def look_slowly(*args: Any, **kwargs: Any) -> Any:
+        pause()
+        return due(*args, **kwargs)
+
     def swap() -> None:
         with state.changing():
             pause()
 
     monkeypatch.setattr("layerzero.runtime.policies.merge", merge_slowly)
-    changes = {"a policy": lambda: lz.configure(avoid=[A]), "a lock": lambda: lz.lock("rms_norm", A), "a swap": swap}
+    monkeypatch.setattr(HealthRegistry, "due", look_slowly)
+    changes = {
+        "a policy": lambda: lz.configure(avoid=[A]), "a lock": lambda: lz.lock("rms_norm", A), "a swap": swap,
+        "a self test": advance,
+    }  # fmt: skip
     busy = threading.Thread(target=changes[busy_with], name="busy", daemon=True)
     busy.start()
     assert begun.wait(100)
@@ -401,6 +411,7 @@ def test_a_child_forked_while_another_thread_changes_something_is_not_held_up(
             with lz.prefer(C):
                 assert lz.get_config().prefer == (C, B)
                 assert winner(three) == C
+            assert not advance()  # no breaker is open
             code = 0
         finally:
             os._exit(code)

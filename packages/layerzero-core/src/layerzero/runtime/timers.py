@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from layerzero.plugin.manager import PluginRecord
 
 _log = logging.getLogger("layerzero.health")
-_one_at_a_time = threading.Lock()
+_one_at_a_time = fresh_lock()
 _SLACK_S = 0.005  # fire just after a deadline, so that "now >= deadline" holds when the callback looks
 
 
