@@ -102,8 +102,12 @@ def test_an_unknown_code_is_refused() -> None:
 def test_every_category_has_a_code() -> None:
     used = {reason(code, "v", "l").category for code in ReasonCode}
     assert used == set(ReasonCategory)
-    wanted = {"stride", "mask", "gqa", "head_dim", "tokenizer", "backend", "hardware", "dtype", "shape"}
-    assert wanted <= {category.value for category in used}
+    wanted = {
+        "stride": "STRIDE_LAST_DIM", "mask": "MASK_UNSUPPORTED", "gqa": "GQA_UNSUPPORTED",
+        "head_dim": "HEAD_DIM_TOO_LARGE", "tokenizer": "TOKENIZER_HASH_MISMATCH", "backend": "BACKEND_IMPORT_FAILED",
+        "hardware": "SM_TOO_OLD", "dtype": "DTYPE_UNSUPPORTED", "shape": "SHAPE_INVALID",
+    }  # fmt: skip
+    assert {reason(code, "v", "l").category.value: code for code in wanted.values()} == wanted
 
 
 @pytest.mark.req("R-CORE-04")

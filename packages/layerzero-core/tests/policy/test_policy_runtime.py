@@ -231,6 +231,7 @@ def test_disabled_runs_only_fallbacks(five: Any) -> None:
     assert winner(five) == A
 
 
+@pytest.mark.req("R-EXC-02")
 def test_without_fallbacks_a_call_nobody_serves_is_refused(lab: Any) -> None:
     lab.use(lab.kernel("p.rms_norm.half", dtypes=frozenset({"float16"})), only=True, fallback_enabled=False)
     with pytest.raises(NoKernelFoundError) as caught:
