@@ -340,6 +340,7 @@ def test_every_descriptor_that_ships_fits_the_schema(file: Path) -> None:
 
 
 # -- read again ------------------------------------------------------------------------------------
+@pytest.mark.req("R-CAP-03")
 def test_a_file_that_changed_is_read_anew(tmp_path: Path) -> None:
     path = tmp_path / "capabilities.json"
     path.write_text(json.dumps(FULL))

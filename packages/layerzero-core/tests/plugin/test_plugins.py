@@ -189,6 +189,28 @@ def test_a_broken_plugin_costs_only_itself(kind: str) -> None:
     assert record(loaded, "before").state == record(loaded, "zz_after").state == "ok"
 
 
+@pytest.mark.req("R-CAP-01")
+@pytest.mark.parametrize(
+    ("wrong", "code"),
+    [
+        ({"schema_version": "2.0"}, "SCHEMA_VERSION_UNKNOWN"),
+        ({"schema_version": None}, "SCHEMA_VERSION_UNKNOWN"),
+        ({"strict": False}, "SCHEMA_FIELD_UNKNOWN"),
+        ({"variant": "odd", "dtypes": ["float17"]}, "SCHEMA_INVALID"),
+        ({"variant": "odd", "head_dim": {"min": 9, "max": 8}}, "SCHEMA_INVALID"),
+    ],
+)
+def test_of_a_descriptor_that_is_not_wholly_right_no_kernel_is_offered(wrong: dict[str, Any], code: str) -> None:
+    """Not even those that are described well, whether the wrong place is in another kernel or above them all."""
+    kernels, above = ([wrong], {}) if "variant" in wrong else ([], wrong)
+    assert record(load(entry("mine", capabilities("mine", {"variant": "good"}))), "mine").kernels
+    loaded = load(entry("mine", {**capabilities("mine", {"variant": "good"}, *kernels), **above}), entry("other"))
+    found = record(loaded, "mine")
+    assert (found.state, found.reasons[0].code, found.kernels) == ("failed", code, ())
+    assert not loaded.registry.by_backend("mine") and "mine" not in loaded.registry.backends
+    assert loaded.registry.by_backend("other")
+
+
 @pytest.mark.req("R-REG-04")
 def test_all_broken_plugins_together_leave_the_built_ins_working() -> None:
     loaded = load(*(faults.entry_point(kind) for kind in faults.SOURCES))

@@ -134,7 +134,7 @@ def test_the_overall_hash_follows_descriptors_versions_and_code() -> None:
     assert loose.capabilities_hash != REGISTRY.add([kernel("c.rms_norm.x", priority=2.0)]).capabilities_hash
 
 
-@pytest.mark.req("R-CAP-02")
+@pytest.mark.req("R-CAP-02", "R-CAP-03")
 def test_another_descriptor_is_another_cache_key_and_an_equal_one_is_found_again(lab: Any) -> None:
     """The same kernel id twice; only the descriptor of its backend differs, so only its hash tells them apart."""
     x, w = torch.randn(3, 8), torch.ones(8)
