@@ -9,8 +9,10 @@ from typing import Any
 
 import importlib_metadata
 import pytest
+import torch
 from torch import Tensor
 
+import layerzero as lz
 from layerzero.errors import PluginError
 from layerzero.model.enums import OpKind, Platform
 from layerzero.model.kernel import KernelSpec
@@ -53,6 +55,22 @@ def test_a_third_party_plugin_registers_its_kernels() -> None:
     assert loaded.registry.backends["mine"].capabilities_hash == loaded.capabilities["mine"].hash
     assert loaded.pm.has_plugin("mine")
     assert found.to_json()["reasons"] == []
+
+
+@pytest.mark.req("R-REG-05")
+@pytest.mark.usefixtures("clean")
+def test_an_installed_backend_serves_the_next_call_whose_code_does_not_know_of_it(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = torch.randn(3, 8), torch.rand(8)
+    described = {"function": "layerzero.backends.reference.norm:rms_norm", "priority": 99}
+    faults.install(site, "healthy", "own", descriptor=capabilities("own", described))
+    monkeypatch.setenv("LAYERZERO_PLUGINS", "own")
+    monkeypatch.setenv("LAYERZERO_ON_FIRST_USE", "off")  # or the first call is the reference's, beside which it is seen
+    lz.reset()  # as a new process
+    torch.testing.assert_close(lz.rms_norm(x, weight), torch.rms_norm(x, (8,), weight, 1e-6))
+    report = lz.explain("rms_norm", x, weight)
+    assert report.chosen == report.ran == lz.which("rms_norm", x, weight) == "own.rms_norm.plain"
 
 
 def test_the_built_ins_come_in_by_the_same_door_first() -> None:
