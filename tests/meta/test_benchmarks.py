@@ -68,7 +68,7 @@ def test_measured_lookups_are_inside_the_seeds_bounds(path):
         assert (threads["errors"], threads["stale"]) == (0, 0)
 
 
-@pytest.mark.req("R-SEL-11", "R-SEL-12", "R-SEL-13", "R-CTX-16", "R-CACHE-08", "R-TUNE-06")
+@pytest.mark.req("R-SEL-11", "R-SEL-12", "R-SEL-13", "R-CTX-16", "R-CACHE-07", "R-CACHE-08", "R-TUNE-06")
 def test_lookups_measured_here_keep_their_budget_at_the_speed_of_its_machine():
     """Times here in reads of `.shape`, of which one takes 140 ns on the budget's machine; the best of three looks."""
     program = (

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 import layerzero as lz
 from layerzero import env
 from layerzero.errors import CacheCorruptionError, ConfigurationError, InvalidInputError
-from layerzero.perfdb.measurement import Measurement, Platform, Surroundings, bucket_of, upper, weight
-from layerzero.perfdb.store import PerfDB
+from layerzero.perfdb.measurement import Measurement, Platform, Surroundings, bucket_of, checksum_of, upper, weight
+from layerzero.perfdb.store import COLUMNS, PerfDB, to_row
 from layerzero_tune.perfdb.exchange import export_json, from_json, import_json, merge, prune, verify
 
 PROVE = env.read().prove
@@ -162,6 +162,7 @@ def version_1(path, *items: Measurement) -> None:
         raw.execute("COMMIT")
 
 
+@pytest.mark.req("R-PDB-01")
 @pytest.mark.fault(26)
 def test_a_database_of_the_first_version_migrates_and_loses_nothing(tmp_path):
     items = [sample(), sample("reference.attention.plain", max_error=None, surroundings=Surroundings(None, None, 0.5))]
@@ -476,6 +477,21 @@ def test_a_damaged_row_is_ignored_and_rebuilt(db):
     assert prune(db) == 1 and db.all() == [one]
 
 
+@pytest.mark.req("R-PDB-07")
+@pytest.mark.parametrize("name", ["median_us", "p95_us", "variance", "measured_at"])
+def test_a_partial_row_is_ignored_and_rebuilt(db, name):
+    """Also one whose checksum is that of what is there: a row without a number was never a measurement."""
+    one, two = sample(), sample("reference.attention.plain")
+    db.put([two])
+    partial = dict(zip(COLUMNS, to_row(one), strict=True)) | {name: None}
+    partial["crc"] = checksum_of([*partial.values()][2:-1])
+    with contextlib.closing(sqlite3.connect(db.path, isolation_level=None)) as raw:
+        raw.execute(f"INSERT INTO measurements VALUES ({', '.join('?' * len(partial))})", [*partial.values()])
+    assert db.find("attention", "b") == [two] == db.all() and verify(db) == (1, 1, [])
+    db.put([one])
+    assert verify(db) == (2, 0, []) and one in db.find("attention", "b")
+
+
 def test_a_file_that_is_no_database_is_set_aside_at_our_own_place(tmp_path, monkeypatch):
     path = tmp_path / "perf.db"
     monkeypatch.setattr("layerzero.perfdb.store.user_cache", lambda name: path)
@@ -526,6 +542,7 @@ def test_a_file_of_something_else_is_neither_moved_nor_changed(tmp_path, foreign
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.req("R-PDB-01")
 def test_a_database_of_a_later_version_is_left_alone_on_disk(tmp_path):
     path = tmp_path / "perf.db"
     PerfDB(path).put([sample()])

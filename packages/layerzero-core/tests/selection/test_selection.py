@@ -541,9 +541,12 @@ def test_contexts_are_equal_only_when_nothing_that_decides_differs() -> None:
         TokenizerIdentity("llama", "aaaa", merges_hash="m"),
         TokenizerIdentity("llama", "aaaa", special_tokens_hash="s"),
         TokenizerIdentity("llama", "aaaa", return_offsets=True),
+        TokenizerIdentity("llama", "aaaa", normalizer_id="n"),
+        TokenizerIdentity("llama", "aaaa", pretokenizer_id="p"),
+        TokenizerIdentity("gpt2", "aaaa"),
     ]
     contexts = {one, *(Context(**base, tokenizer=item) for item in others)}
-    assert len(contexts) == 5
+    assert len(contexts) == 8
 
 
 @pytest.mark.req("R-CACHE-12")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ from layerzero.numerics import assert_close, tolerance
 from layerzero.public.checks import Status
 from layerzero.reasons import ReasonCode
 from layerzero.runtime.state import state
-from layerzero.selection.engine import objections
+from layerzero.selection.engine import follow, objections, select
 from layerzero.tables.file import hardware_of, load_table, make_table, save_table, table_json
 
 EDGES = {"seq_len_k": (64, 128, 256), "batch": (1, 4, 16)}
@@ -75,6 +76,43 @@ def test_a_table_is_obeyed_without_any_selection(tmp_path):
     assert report.chosen == MATH
     assert report.decision.winner.reasons[0].code is ReasonCode.PLAN_FOLLOWED
     assert before in [item.kernel_id for item in report.decision.candidates]
+
+
+def calls_made(work):
+    """How many functions a piece of work calls, those in C included."""
+    made = 0
+
+    def count(frame, event, value):
+        nonlocal made
+        made += event in ("call", "c_call")
+
+    before = sys.getprofile()  # a measurement of coverage may be under way
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return made
+
+
+@pytest.mark.req("R-TUNE-07")
+def test_a_decision_from_a_table_is_less_work_than_a_selection_however_many_kernels_there_are(lab):
+    """By the functions that are called, so that no clock has a say: for a new call, and for one that came before."""
+
+    def with_kernels(count):
+        lab.use(*(lab.kernel(f"many.attention.k{number}") for number in range(count)))
+        world, table = current_world(), solved()
+        ctx, spec = lz.select("attention", *tensors(8)).context, world.ops["attention"]
+        baked = world.changed(table=table)
+        runs = [lambda: follow(spec, ctx, baked), lambda: select(ctx, world)]
+        assert all(run().chosen for run in runs)  # what is worked out once for a world is worked out
+        table.find.cache_clear()
+        return [calls_made(run) for run in (runs[0], *runs)]
+
+    (_, again, selected), (first_of_many, again_of_many, selected_of_many) = with_kernels(4), with_kernels(40)
+    assert 0 < again < selected
+    assert again_of_many < first_of_many < selected_of_many / 2
+    assert again_of_many < 1.2 * again and selected_of_many > 2 * selected
 
 
 @pytest.mark.req("R-SOLV-04", "R-SOLV-05")
