@@ -25,7 +25,7 @@ import layerzero as lz
 from layerzero import env
 from layerzero.errors import CacheCorruptionError, ConfigurationError, InvalidInputError
 from layerzero.perfdb.measurement import Measurement, Platform, Surroundings, bucket_of, checksum_of, upper, weight
-from layerzero.perfdb.store import COLUMNS, PerfDB, to_row
+from layerzero.perfdb.store import COLUMNS, PerfDB
 from layerzero_tune.perfdb.exchange import export_json, from_json, import_json, merge, prune, verify
 
 PROVE = env.read().prove
@@ -483,10 +483,10 @@ def test_a_partial_row_is_ignored_and_rebuilt(db, name):
     """Also one whose checksum is that of what is there: a row without a number was never a measurement."""
     one, two = sample(), sample("reference.attention.plain")
     db.put([two])
-    partial = dict(zip(COLUMNS, to_row(one), strict=True)) | {name: None}
-    partial["crc"] = checksum_of([*partial.values()][2:-1])
+    left = [None if column == name else value for column, value in zip(COLUMNS[2:-1], one.values(), strict=True)]
+    row = (one.key, one.place, *left, checksum_of(left))
     with contextlib.closing(sqlite3.connect(db.path, isolation_level=None)) as raw:
-        raw.execute(f"INSERT INTO measurements VALUES ({', '.join('?' * len(partial))})", [*partial.values()])
+        raw.execute(f"INSERT INTO measurements VALUES ({', '.join('?' * len(row))})", row)
     assert db.find("attention", "b") == [two] == db.all() and verify(db) == (1, 1, [])
     db.put([one])
     assert verify(db) == (2, 0, []) and one in db.find("attention", "b")
