@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import layerzero as lz
 from layerzero.device.probe import probe_device
 from layerzero.dispatch.run import current_world
-from layerzero.measurements.believed import measurements_from, platform_of, versions_of
+from layerzero.measurements.believed import measurements_from, mode_of, platform_of, versions_of
 from layerzero.perfdb.measurement import Measurement, bucket_of
 from layerzero.perfdb.store import PerfDB
 from layerzero.runtime.state import state
 from layerzero_tune.timing.launches import with_launches
 from layerzero_tune.timing.race import Times
+from layerzero_verify.testing import fakes
 
 pytestmark = pytest.mark.usefixtures("built_in")
 
+DEFAULT = "sdpa.attention.default"
 FLASH, MATH, PLAIN = "sdpa.attention.flash_cpu", "sdpa.attention.math", "reference.attention.plain"
 
 
@@ -190,6 +194,24 @@ def test_a_relative_of_the_family_ranks_where_nothing_was_measured_here(db):
     assert chosen(db).chosen == MATH
     db.put([timed(FLASH, 20.0), timed(MATH, 50.0)])  # this machine's own word is stronger
     assert chosen(db).chosen == FLASH
+
+
+@pytest.mark.req("R-PDB-06")
+def test_one_database_holds_the_times_of_several_devices_and_each_call_hears_its_own(db):
+    """A CPU and two GPUs in one process: who is fastest on one says nothing of another family."""
+    here = lz.select("attention", *call()).context
+    halves = {"dtype": "float16", "dtypes": ("float16",) * 3}
+    calls = [here, *(replace(here, device=fakes.gpu(sm), **halves) for sm in (80, 90))]
+    took = [(30.0, 60.0), (8.0, 4.0), (2.0, 6.0)]
+    for ctx, pair in zip(calls, took, strict=True):
+        mode, platform = mode_of(ctx.device.device_type), platform_of(ctx.device)
+        for name, us in zip((MATH, DEFAULT), pair, strict=True):
+            db.put([timed(name, us, platform=platform, bucket=bucket_of(ctx), mode=mode)])
+    found = measurements_from(db, current_world())
+    for ctx, pair in zip(calls, took, strict=True):
+        told = [found.lookup(name, ctx) for name in (MATH, DEFAULT)]
+        assert told == [pytest.approx(us, rel=0.01) for us in pair], ctx.device.name
+        assert all(note.code == "PERF_NOT_BELIEVED" for note in found.notes(ctx))
 
 
 @pytest.mark.req("R-PDB-08")

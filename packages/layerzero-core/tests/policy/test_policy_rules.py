@@ -158,7 +158,7 @@ def test_every_condition_of_a_rule_must_hold():
     assert not ask(policy, head_dim=128).denied_by
 
 
-@pytest.mark.req("R-POL-06")
+@pytest.mark.req("R-POL-04", "R-POL-06")
 def test_rules_are_read_in_order_and_the_first_to_speak_decides():
     narrow = Rule("attention", when(head_dim=">128"), allow=("reference",), prefer=("sdpa",), lock="a.attention.x")
     broad = Rule("*", (), allow=("sdpa",), avoid=("sdpa",), lock="b.attention.x")

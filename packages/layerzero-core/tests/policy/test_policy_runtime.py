@@ -533,11 +533,15 @@ def test_the_time_to_live_of_the_policy_lets_selections_expire(five: Any) -> Non
     assert misses() <= 1
 
 
+@pytest.mark.req("R-POL-04", "R-POL-06")
 def test_rules_from_code_are_written_as_in_the_file():
     x = torch.randn(3, 64)
     usual = lz.which("rms_norm", x)
     lz.configure(rules=[{"match": {"op": "rms_norm", "when": {"hidden": ">=64"}}, "deny": [usual]}])
     assert lz.which("rms_norm", x) != usual
+    assert lz.which("rms_norm", torch.randn(3, 32)) == usual
+    lz.configure(rules=[{"match": {"op": "rms_norm", "when": {"hidden": ">=64"}}, "allow": ["reference"]}])
+    assert lz.which("rms_norm", x) == REFERENCE
     assert lz.which("rms_norm", torch.randn(3, 32)) == usual
 
 
