@@ -42,7 +42,7 @@ def test_kernels_are_filtered_then_scored_the_best_is_taken_and_the_choice_is_ke
     left_out = decision.candidate(UNFIT)
     assert (left_out.accepted, left_out.score) == (False, None)
     assert [why.code for why in left_out.reasons] == ["DTYPE_UNSUPPORTED"]
-    scores = {item.kernel_id: item.score for item in decision.candidates if item.accepted}
+    scores = {item.kernel_id: item.score or 0.0 for item in decision.candidates if item.accepted}
     assert (scores[BEST], scores[LESSER]) == (80.0, 70.0)
     assert [scores[name] for name in decision.ranking] == sorted(scores.values(), reverse=True)
     assert decision.chosen == decision.ranking[0] == BEST
