@@ -423,6 +423,11 @@ def test_the_report_holds_every_candidate_with_reasons_scores_and_costs(lab: Any
     assert data["chosen"] == report.chosen
     assert {"transform_cost_total", "fused_ops", "candidates", "context", "ran", "policy_hash"} <= data.keys()
     assert report.fused_ops == ()
+    told = [
+        (item.kernel_id, item.score and round(item.score, 4), [why.code for why in item.reasons])
+        for item in report.candidates
+    ]
+    assert [(c["kernel_id"], c["score"], [why["code"] for why in c["reasons"]]) for c in data["candidates"]] == told
     text = str(report)
     assert report.chosen in text
     assert "PLATFORM_MISMATCH" in text

@@ -61,11 +61,11 @@ def test_each_transform_has_a_price_that_enters_the_score(lab: Any, name: str) -
     assert parts["transforms"] == pytest.approx(-min(30.0, 0.5 * item.transform_cost_us))
     assert item.score == pytest.approx(99 + parts["transforms"])
     report = lz.explain("attention", *build(), **kwargs)
-    if report.chosen == item.kernel_id:
-        assert report.transform_cost_total == pytest.approx(item.transform_cost_us)
-        assert report.to_dict()["transform_cost_total"] == pytest.approx(item.transform_cost_us, abs=1e-3)
-        assert any(why.code == "ADAPTED" for why in item.reasons)
-        assert step in str(report)
+    assert report.chosen == item.kernel_id
+    assert report.transform_cost_total == pytest.approx(item.transform_cost_us)
+    assert report.to_dict()["transform_cost_total"] == pytest.approx(item.transform_cost_us, abs=1e-3)
+    assert any(why.code == "ADAPTED" for why in item.reasons)
+    assert step in str(report)
 
 
 @pytest.mark.req("R-SEL-03")
