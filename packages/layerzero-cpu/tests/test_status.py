@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from layerzero.device.signature import backend_versions
 from layerzero.plugin.probing import probe
+from layerzero.public.check_backends import clashes
+from layerzero.public.checks import look
 from layerzero_cpu import plugin
 from layerzero_cpu.plugin import layerzero_capabilities, layerzero_health
 from layerzero_verify.testing import fakes
@@ -128,6 +131,19 @@ def test_the_archived_extension_is_detected_but_never_imported(no_library):
         (why,) = layerzero_capabilities(fakes.cpu()).reasons
     assert "intel-extension-for-pytorch 2.8.0 (archived" in why.message
     assert imported == []
+
+
+@pytest.mark.req("R-BK-CPU-03")
+def test_beside_working_kernels_the_archived_extension_is_a_version_in_the_snapshot_and_a_finding_of_the_doctor():
+    """Built for another torch it would end the process: nothing imports it to say so."""
+    name = "intel-extension-for-pytorch"
+    with pretend(NOTHING | {name: "2.8.0"}, {"intel_extension_for_pytorch": SystemExit(1)}) as imported:
+        status = layerzero_capabilities(fakes.cpu())
+        versions = dict(backend_versions())
+        told = [check for check in clashes(look()) if check.name == name]
+    assert (status.available, codes(status)) == (True, []) and versions[name] == "2.8.0"
+    assert [(check.code, "2.8.0" in check.message) for check in told] == [("BACKEND_CONFLICT", True)]
+    assert f"pip uninstall {name}" in told[0].fix and imported == []
 
 
 def test_the_probe_answers_within_its_time_limit_and_runs_the_self_test():

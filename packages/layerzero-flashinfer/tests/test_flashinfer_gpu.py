@@ -500,18 +500,21 @@ def test_one_plan_serves_all_layers_and_dropped_batches_give_their_wrapper_back(
 
 
 @pytest.mark.req("R-BK-FI-03", "R-BK-FI-07")
-def test_the_public_face_reaches_flashinfer_and_says_so():
-    usable("flashinfer.attention.single_fa2", dtype="bfloat16", head_dim=128, batch=1, seq_len_q=64)
-    q = torch.randn(1, 8, 64, 128, device=CUDA, dtype=torch.bfloat16)
-    k, v = (torch.randn(1, 2, 64, 128, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_public_face_reaches_flashinfer_and_gives_what_torch_gives(dtype, layout):
+    usable("flashinfer.attention.single_fa2", dtype=dtype, head_dim=128, batch=1, seq_len_q=64)
+    q, k, v = (torch.randn(1, heads, 64, 128, device=CUDA, dtype=getattr(torch, dtype)) for heads in (8, 2, 2))
+    args = (q, k, v) if layout == "BHSD" else tuple(item.transpose(1, 2).contiguous() for item in (q, k, v))
+    asked = {"is_causal": True, "layout": layout, "backend": "flashinfer"}
     with lz.scoped(jit="block"):
-        out = lz.attention(q, k, v, is_causal=True, backend="flashinfer")
-        decision = lz.explain("attention", q, k, v, is_causal=True, backend="flashinfer")
+        out = lz.attention(*args, **asked)
+        decision = lz.explain("attention", *args, **asked)
     assert str(decision.chosen).startswith("flashinfer.attention.single_")
     wanted = torch.nn.functional.scaled_dot_product_attention(
         q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True
     )
-    assert_close(out, wanted, tolerance("attention", "bfloat16", k=128))
+    assert_close(out if layout == "BHSD" else out.transpose(1, 2), wanted, tolerance("attention", dtype, k=128))
 
 
 WARM = """
