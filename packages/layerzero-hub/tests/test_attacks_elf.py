@@ -104,6 +104,30 @@ def test_versions_and_symbols_that_only_the_loader_sees(bench, tmp_path, code, h
         bench.lock(put(bench, f"hidden-{refused.lower()}", disguised(compile_c(tmp_path, code), **hidden)))
 
 
+# A symbol of each library, and the newest version of a manylinux_2_28 system beside the next one, equally long.
+NEWEST = {
+    "glibc": (NEW_GLIBC, "GLIBC_2.28", "GLIBC_2.29"),
+    "libstdc++": ("_ZNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEC1Ev", "GLIBCXX_3.4.24", "GLIBCXX_3.4.25"),
+    "the C++ ABI": ("__cxa_init_primary_exception", "CXXABI_1.3.11", "CXXABI_1.3.12"),
+}
+
+
+@pytest.mark.req("R-BK-HF-02")
+@pytest.mark.parametrize("library", NEWEST)
+def test_what_manylinux_2_28_has_passes_and_the_next_version_is_refused(tmp_path, library):
+    code, newest, beyond = NEWEST[library]
+    if library != "glibc":
+        code = f"void {code}(void); void go(void) {{ {code}(); }}"
+    data = compile_c(tmp_path, code, "-lstdc++")
+    family, _, _ = newest.partition("_")
+    found = re.findall(rf"{family}_[0-9.]+(?=\0)".encode(), data)
+    asked = max(name for name in found if len(name) == len(newest))
+    target = tmp_path / "asks.so"
+    target.write_bytes(data.replace(asked, newest.encode()))
+    elf.check_shared_object(target, "asks.so")
+    check_refused(tmp_path, data.replace(asked, beyond.encode()), "HUB_ABI_GLIBC")
+
+
 @pytest.mark.fault(18)
 def test_no_section_headers_at_all_hide_nothing(tmp_path):
     data = bytearray(compile_c(tmp_path, PLAIN, "-Wl,-rpath,/tmp/evil"))
