@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ def test_the_cpu_backend_speaks_of_onednn_and_zendnn() -> None:
     """oneDNN is what this torch has of it; ZenDNN is spoken of as zentorch, where that is installed."""
     from layerzero_cpu.plugin import libraries
 
-    assert torch.backends.mkldnn.is_available() and "oneDNN" in " ".join(libraries())
+    assert re.search(r"^oneDNN [\d.]+ in torch$", next(iter(libraries())))
     for version, said in ((None, []), ("2.14.0.1", ["zentorch 2.14.0.1"])):
         with pretend({"zentorch": version}, {"zentorch": None}):
             assert [phrase for phrase in libraries() if phrase.startswith("zentorch")] == said

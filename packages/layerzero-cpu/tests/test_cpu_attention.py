@@ -80,7 +80,7 @@ def test_where_a_kernel_of_another_backend_serves_none_of_torchs_runs(way: str) 
     names = ("flash", "mem_efficient", "math", "cudnn")
     switches = [getattr(torch.backends.cuda, f"{name}_sdp_enabled") for name in names]
     before = [switch() for switch in switches]
-    asked = {"backend": "cpu"} if way == "asked for" else {}
+    asked: dict[str, Any] = {"backend": "cpu"} if way == "asked for" else {}
     with lz.scoped(prefer=["cpu.attention.flash"]):
         lz.attention(q, k, v, is_causal=True, **asked)  # the first call of a kind may hold it against another kernel
         with torch.autograd.profiler.profile() as seen:

@@ -124,10 +124,9 @@ def test_sizes_are_those_of_the_layout_in_a_context_and_in_a_call(kv_heads: int,
 @pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
 def test_shared_heads_of_320_that_skip_every_other_number_give_what_torch_gives(lab: Any, layout: str) -> None:
     q, k, v = t(2, 8, 5, 640)[..., ::2], t(2, 2, 9, 640)[..., ::2], t(2, 2, 9, 640)[..., 1::2]
-    wanted = torch.nn.functional.scaled_dot_product_attention(
-        *(item.contiguous() for item in (q, k, v)), enable_gqa=True
-    )
-    given = (q, k, v) if layout == "BHSD" else tuple(item.transpose(1, 2) for item in (q, k, v))
+    dense = q.contiguous(), k.contiguous(), v.contiguous()
+    wanted = torch.nn.functional.scaled_dot_product_attention(*dense, enable_gqa=True)
+    given: Any = (q, k, v) if layout == "BHSD" else tuple(item.transpose(1, 2) for item in (q, k, v))
     ctx = lz.explain("attention", *given, layout=layout).context
     assert (ctx.gqa_ratio, ctx.stride_last_dim, ctx.head_dim) == (4, 2, 320)
     there = Context.from_tensors(*(item.half() for item in given), layout=layout, device=named_device("h100"))
