@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from layerzero.backends.reference.attention import attention as reference
+from layerzero.model.device import DeviceSpec
 from layerzero.numerics import assert_close, tolerance
+from layerzero_xformers.plugin import layerzero_capabilities
 
 pytestmark = pytest.mark.gpu
 
@@ -70,6 +72,17 @@ TAKES = {
     "cutlass": set(CASES) - {"window", "window_left", "more_queries_than_keys"},
     "splitk": {"decode"},
 }
+
+
+@pytest.mark.req("R-BK-XF-01")
+def test_every_kernel_that_is_offered_is_available_by_the_word_of_xformers_info(kernels: Any) -> None:
+    features = importlib.import_module("xformers.info").get_features_status()
+    operators = {"flash": kernels._FLASH, "cutlass": kernels._CUTLASS, "splitk": kernels._SPLITK}
+    status = layerzero_capabilities(DeviceSpec.detect("cuda"))
+    assert status.available and status.kernels, status
+    for name in status.kernels:
+        forward, _ = operators[name.rpartition(".")[2]]
+        assert features[f"memory_efficient_attention.{forward.NAME}"] == "available", name
 
 
 @pytest.mark.req("R-BK-XF-02")
