@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
+import layerzero as lz
+from layerzero.device.catalogue import named_device
 from layerzero.device.probe import _cache, probe_device
+from layerzero.model.context import Context
+from layerzero.model.enums import Causal, Layout
 from layerzero.plugin.discovery import dist_version
 from layerzero.plugin.probing import probe
 from layerzero_flashattn.plugin import layerzero_capabilities, layerzero_health
@@ -111,6 +116,30 @@ def test_the_kernels_offered_follow_the_instruction_family():
         offered = ask(fakes.gpu(sm), FA4, MODULES)["flashattn4"].kernels
         families = {name.split(".")[2].split("_")[0] for name in offered if name.split(".")[1] == "attention"}
         assert families == {family}
+
+
+@pytest.mark.req("R-BK-FA4-03", "R-BK-FA-02")
+def test_where_all_of_them_are_installed_selection_takes_the_generation_made_for_the_gpu():
+    """By name of the product, and with FlashAttention 4, which compiles at first use, allowed to be compiled."""
+    sizes = {"batch": 1, "num_heads": 8, "num_kv_heads": 2, "seq_len_q": 1024, "seq_len_k": 1024, "head_dim": 128}
+    call = Context(
+        op="attention", dtype="bfloat16", dtypes=("bfloat16",), dims=tuple({**sizes, "head_dim_v": 128}.items()),
+        needs=frozenset({"causal_bottom_right", "gqa"}), causal=Causal.BOTTOM_RIGHT, layout=Layout.BSHD,
+    )  # fmt: skip
+    made_for = {
+        "a100": "flashattn2", "l40s": "flashattn2", "h100": "flashattn3", "h200": "flashattn3", "b200": "flashattn4",
+        "b300": "flashattn4", "thor": "flashattn4", "rtx5090": "flashattn2",
+    }  # fmt: skip
+    try:
+        with pretend(dict.fromkeys(ALL) | FA2 | FA3 | FA4, MODULES):
+            lz.reset()
+            with lz.scoped(allow=["flashattn2", "flashattn3", "flashattn4"], jit="block"):
+                chosen = {
+                    name: lz.explain("attention", replace(call, device=named_device(name))).chosen for name in made_for
+                }
+    finally:
+        lz.reset()
+    assert {name: kernel.partition(".")[0] for name, kernel in chosen.items()} == made_for
 
 
 def test_a_cpu_is_no_device_for_any_of_them():

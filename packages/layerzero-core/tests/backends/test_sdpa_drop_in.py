@@ -174,7 +174,7 @@ def lse_of(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], out: Tensor
     return torch.logsumexp(scores, -1).float().expand(out.shape[:-1])
 
 
-@pytest.mark.req("R-BK-SDPA-01")
+@pytest.mark.req("R-BK-SDPA-01", "R-CTX-14")
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_torch_takes_we_take_with_the_same_result_and_gradients(name: str) -> None:
     if name == "no heads" and torch.__version__ < "2.13":
@@ -204,6 +204,7 @@ def test_what_torch_takes_we_take_with_the_same_result_and_gradients(name: str) 
     assert not state.health.snapshot().kernels
 
 
+@pytest.mark.req("R-CTX-14")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_torch_refuses_we_refuse_and_name_the_value(name: str) -> None:
     shapes, options, code, shown = REFUSED[name]
