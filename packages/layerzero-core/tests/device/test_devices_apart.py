@@ -7,7 +7,7 @@ import torch
 
 import layerzero as lz
 from layerzero.device.catalogue import named_device
-from layerzero.errors import InvalidInputError
+from layerzero.errors import InvalidInputError, LayerZeroError
 from layerzero.model.context import Context
 from layerzero.model.enums import Platform
 from layerzero.runtime.state import state
@@ -45,6 +45,29 @@ def test_a_descriptor_for_cuda_is_never_offered_to_the_cpu():
     for candidate in lz.explain("attention", q, q, q).candidates:
         if candidate.accepted:
             assert Platform.CPU in state.world.registry.get(candidate.kernel_id).platforms
+
+
+@pytest.mark.req("R-DEV-10")
+def test_no_kernel_of_any_op_takes_a_device_that_its_backend_is_not_for():
+    kernels, both = list(state.world.registry.kernels.values()), set()
+    for device in map(named_device, NAMES):
+        for kernel in kernels:
+            codes = {item.code.value for item in kernel.check_device(device)}
+            assert ("PLATFORM_MISMATCH" in codes) is (device.platform not in kernel.platforms), (kernel, device)
+            both.add("PLATFORM_MISMATCH" in codes)
+    assert both == {True, False}
+
+
+@pytest.mark.req("R-DEV-10")
+@pytest.mark.parametrize("name", ["sdpa.attention.efficient", "sdpa.attention.flash", "sdpa.attention.cudnn"])
+def test_a_kernel_of_gpus_that_is_asked_for_by_name_does_not_run_on_cpu_tensors(name):
+    q = torch.randn(1, 2, 8, 16)
+    for settings, asked in (({}, {"backend": name}), ({"locks": {"attention": name}}, {})):
+        with lz.scoped(**settings), pytest.raises(LayerZeroError) as caught:
+            lz.attention(q, q, q, **asked)
+        assert f"{name}: PLATFORM_MISMATCH" in str(caught.value)
+    with lz.prefer(name):
+        assert lz.which("attention", q, q, q) != name
 
 
 @pytest.mark.req("R-DEV-09")
