@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -60,6 +62,24 @@ def test_the_identity_is_the_same_in_another_process(make, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
     here = [load(item, prove=False).tokenizer_id for item in (make("gpt2"), make("cl100k"), make("sp_bpe"))]
     assert done.stdout.split() == here
+
+
+def sha(*parts):
+    """SHA-256 over parts with their lengths before them, written apart from the package."""
+    framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return hashlib.sha256(framed).hexdigest()
+
+
+@pytest.mark.req("R-TOKCTX-02")
+def test_the_digests_are_sha256_over_all_parts():
+    found = of_tiktoken(small.ranks(), {"<|e|>": 600}, small.CL100K)
+    assert found.pre_tokenizer == sha(b"pre_tokenizer", small.CL100K.encode())
+    assert found.special_tokens == sha(b"special_tokens", b'[["<|e|>",600]]')
+    parts = ("vocab", "merges", "normalizer", "pre_tokenizer", "post_processor", "added_tokens", "special_tokens")
+    whole = sha(b"tiktoken", *(getattr(found, part).encode() for part in (*parts, "rest")))
+    assert found.digest == whole and found.identity("").tokenizer_id == f"tiktoken:{whole}"
+    for part in (*parts, "rest"):
+        assert replace(found, **{part: sha(b"another")}).digest != whole, part
 
 
 @pytest.mark.req("R-TOKCTX-06", "R-TOKCTX-02")

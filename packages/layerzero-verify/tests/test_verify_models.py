@@ -11,7 +11,7 @@ import torch
 
 import layerzero as lz
 from layerzero.errors import InvalidInputError
-from layerzero_verify import models
+from layerzero_verify import forward, models
 from layerzero_verify.forward import check_model, matrix, placed
 from layerzero_verify.layers import check_stages
 from layerzero_verify.lineup import Caller, LineUp
@@ -219,6 +219,37 @@ def test_an_op_that_raises_inside_a_model_is_named(monkeypatch: pytest.MonkeyPat
 def test_the_preflights_three_models_run() -> None:
     checks = list(matrix(SELECTED, CPU, 0))
     assert bad(checks) == [] and [check.subject.split()[0] for check in checks] == list(models.MATRIX)
+
+
+@pytest.mark.req("R-PAR-09")
+@pytest.mark.parametrize("which", ["weight", "loss"])
+@pytest.mark.parametrize(("part", "status"), [(0.7, Status.OK), (1.3, Status.FAIL)])
+def test_a_model_of_transformers_is_trained_within_the_same_bounds(
+    monkeypatch: pytest.MonkeyPatch, which: str, part: float, status: Status
+) -> None:
+    """A weight of ours, or its loss, is off by a part of what one step allows."""
+    real = forward._stepped
+    models_stepped: list[Any] = []
+
+    def stepped(module: Any, ids: torch.Tensor) -> float:
+        loss = real(module, ids)
+        models_stepped.append(module)
+        if len(models_stepped) == 1:  # the truth comes second
+            with torch.no_grad():
+                place = module.lm_head.weight[2:3, 3:4]
+                place += (which == "weight") * part * 1e-5 * (1 + place.abs())
+            loss += (which == "loss") * part * 1e-5
+        return loss
+
+    monkeypatch.setattr(forward, "_stepped", stepped)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gradients, last = forward.check_training("llama", models.made("llama"), SELECTED, CPU, "float32", steps=1)
+    torch.set_num_threads(before)
+    assert bad([gradients]) == [] and last.name == "weights after 1 steps"
+    assert (last.status, last.threshold) == (status, 1e-5), last
+    if status is Status.FAIL:
+        assert "loss differs by" in last.detail if which == "loss" else last.stage == "lm_head.weight"
 
 
 @pytest.mark.req("R-PAR-05")
