@@ -171,7 +171,7 @@ def test_every_backend_stays_within_its_bounds_through_the_whole_pipeline(fmt, g
 
 
 @pytest.mark.req("R-QUANT-06")
-@pytest.mark.parametrize("fmt", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize("fmt", ["int8", "fp8_e4m3", "mxfp4", "nvfp4"])
 def test_activations_may_be_quantized_too(fmt):
     blocks, head = build(1)
     stored, _, narrow, _ = quantized(blocks, head, fmt, torch.float32, act="dynamic")
