@@ -245,6 +245,7 @@ LEVEL_1 = {  # op -> whether it has a backward
 @pytest.mark.req("R-PAR-01", "R-PAR-02")
 @pytest.mark.parametrize("op", LEVEL_1)
 def test_level_1_holds_the_reference_to_formulas_of_its_own(op: str) -> None:
+    assert op in ORACLES, "the reference would be held to itself"
     made_bench = Bench(_spec(f"reference.{op}.plain"), CPU, dtype="float32")
     with made_bench.locked():
         forward = list(made_bench.forward())
@@ -279,6 +280,14 @@ def test_the_formulas_agree_with_torch() -> None:
     assert_close(ORACLES["gelu_and_mul"](x, "tanh"), F.gelu(x[:, :8], approximate="tanh") * x[:, 8:], exact)
     wide, bias = tensor(4, 16), tensor(4)
     assert_close(ORACLES["linear"](x, wide, bias, "gelu"), F.gelu(F.linear(x, wide, bias)), exact)
+    up, gate, down, up_bias, gate_bias, down_bias = (tensor(*n) for n in ((8, 16), (8, 16), (5, 8), (8,), (8,), (5,)))
+    left, right = F.silu(F.linear(x, gate, gate_bias)), F.linear(x, up, up_bias)
+    found = ORACLES["mlp"](x, up, down, gate, "silu", up_bias, gate_bias, down_bias)
+    assert_close(found, F.linear(left * right, down, down_bias), exact)
+    packed = (torch.cat((gate, up)), down, None, "silu", torch.cat((gate_bias, up_bias)), None, down_bias)
+    assert_close(ORACLES["mlp"](x, *packed), found, exact)
+    plain = F.linear(F.gelu(right, approximate="tanh"), down)
+    assert_close(ORACLES["mlp"](x, up, down, None, "gelu_tanh", up_bias, None, None), plain, exact)
     labels = torch.tensor([1, -100, 3])
     assert_close(ORACLES["cross_entropy"](x, labels, -100), F.cross_entropy(x, labels), exact)
     ids = torch.tensor([[2, 0], [1, 2]])

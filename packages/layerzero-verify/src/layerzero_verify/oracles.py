@@ -163,18 +163,10 @@ def _rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bo
     return rotated(q), None if k is None else rotated(k)
 
 
-def _gelu(x: Tensor, approximate: str) -> Tensor:
-    if approximate == "tanh":
-        inner = torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
-    else:
-        inner = torch.special.erf(x / math.sqrt(2))
-    return x / 2 * (1 + inner)
-
-
 _ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
     None: lambda x: x,
-    "gelu": lambda x: _gelu(x, "none"),
-    "gelu_tanh": lambda x: _gelu(x, "tanh"),
+    "gelu": lambda x: x / 2 * (1 + torch.special.erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "silu": lambda x: x * torch.sigmoid(x),
     "relu": lambda x: x.clamp_min(0),
 }
@@ -190,6 +182,13 @@ def _linear(x: Tensor, weight: Any, bias: Tensor | None, activation: str | None,
         return NotImplemented
     out = torch.einsum("...k,nk->...n", x, weight)
     return _ACTIVATIONS[activation](out if bias is None else out + bias)
+
+
+def _mlp(x: Tensor, up: Tensor, down: Tensor, gate: Tensor | None, name: str, *biases: Tensor | None) -> Any:
+    wide = _linear(x, up, biases[0], None)
+    wide = wide if gate is None else torch.cat((_linear(x, gate, biases[1], None), wide), dim=-1)
+    inner = _gated(wide, _ACTIVATIONS[name]) if wide.shape[-1] > down.shape[1] else _ACTIVATIONS[name](wide)
+    return _linear(inner, down, biases[2], None)
 
 
 def _embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Any:
@@ -215,9 +214,10 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "layer_norm": _layer_norm,
     "rope": _rope,
     "silu_and_mul": lambda x: _gated(x, _ACTIVATIONS["silu"]),
-    "gelu_and_mul": lambda x, approximate: _gated(x, lambda gate: _gelu(gate, approximate)),
+    "gelu_and_mul": lambda x, approximate: _gated(x, _ACTIVATIONS["gelu_tanh" if approximate == "tanh" else "gelu"]),
     "relu_and_mul": lambda x: _gated(x, _ACTIVATIONS["relu"]),
     "linear": _linear,
+    "mlp": _mlp,
     "embedding": _embedding,
     "cross_entropy": _cross_entropy,
 }
