@@ -233,6 +233,7 @@ def signed(bench, name: str, bundle: bytes | None, **changes) -> str:
     return f"org/{name}"
 
 
+@pytest.mark.req("R-HUB-03")
 @pytest.mark.fault(24)
 def test_a_publishers_signature_that_does_not_hold(bench, keys):
     with bench.refused("HUB_PUBLISHER_SIGNATURE"):
@@ -246,6 +247,7 @@ def test_a_publishers_signature_that_does_not_hold(bench, keys):
         bench.lock(signed(bench, "undigested", bundle, digest=None))
 
 
+@pytest.mark.req("R-HUB-03")
 @pytest.mark.fault(24)
 def test_a_kernel_whose_builds_were_signed_stays_signed(bench, monkeypatch):
     """No signature of the public service can be made here: what the library would answer is put in its place."""

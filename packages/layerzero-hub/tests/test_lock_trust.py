@@ -133,6 +133,7 @@ def test_a_lock_that_changes_between_two_reads(bench, shell, keys, monkeypatch, 
     assert not bench.mark.exists()
 
 
+@pytest.mark.req("R-HUB-03")
 @pytest.mark.fault(12)
 def test_an_install_acts_only_on_a_lock_whose_bytes_were_verified(bench, keys):
     bench.lock(bench.publish())
@@ -279,6 +280,7 @@ def test_a_commit_of_a_pull_request(bench, keys):
 
 
 # -- 16: what is signed ---------------------------------------------------------------------------------------------
+@pytest.mark.req("R-HUB-03")
 @pytest.mark.fault(16)
 def test_no_entry_of_a_badly_signed_lock_is_kept(bench, shell, keys):
     first, planted, wanted = (bench.publish(name) for name in ("first", "planted", "wanted"))

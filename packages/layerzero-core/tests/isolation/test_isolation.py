@@ -218,7 +218,7 @@ def gone(pid: int, seconds: float = 90.0) -> bool:
     return not os.path.exists(f"/proc/{pid}")
 
 
-@pytest.mark.req("R-ISO-06")
+@pytest.mark.req("R-ISO-06", "R-FAIL-10")
 def test_every_deadly_fault_is_an_answer_in_time_with_a_code_of_its_own(folders: tuple[Path, Path]) -> None:
     site, vendor = folders
     made = Worker(Settings("toy", path=(str(vendor), str(site)), deadline_s=60.0))

@@ -252,6 +252,7 @@ def test_equal_tensors_are_close_with_clean_metrics():
     assert str(report).startswith("ok: float32 [4, 5]")
 
 
+@pytest.mark.req("R-DEF-09")
 def test_the_rule_is_atol_plus_rtol_times_expected():
     tol = Tolerance(rtol=0.5, atol=1.0)
     expected = torch.tensor([4.0, 4.0])
@@ -271,6 +272,7 @@ def test_a_hit_ratio_lets_the_stated_share_miss_and_no_more():
         assert report.hit_ratio == pytest.approx(1 - misses / 100)
 
 
+@pytest.mark.req("R-DEF-09")
 def test_both_definitions_of_a_hit_have_a_name_and_differ():
     combined = Tolerance(rtol=0.1, atol=0.1)
     either = Tolerance(rtol=0.1, atol=0.1, mode=HitMode.EITHER)

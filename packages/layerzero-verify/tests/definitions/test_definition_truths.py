@@ -269,7 +269,11 @@ def test_each_kind_of_attention_is_planned_by_the_wrapper_made_for_it(
     used: list[str] = []
 
     def noting(kind: str, made: Any) -> Any:
-        return lambda *args, **kwargs: (used.append(kind), made(*args, **kwargs))[1]
+        def make(*args: Any, **kwargs: Any) -> Any:
+            used.append(kind)
+            return made(*args, **kwargs)
+
+        return make
 
     known = {kind: made for library in modules().values() for kind, made in library.items() if "Wrapper" in kind}
     assert wrapper in known and len(known) == 4
