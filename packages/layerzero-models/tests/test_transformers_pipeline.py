@@ -47,6 +47,13 @@ def tokenizer() -> Any:
     )
 
 
+def ran(patched: Any) -> set[str]:
+    """The ops of a patched model that kernels of ours have run."""
+    report = lz.patched(patched)
+    assert report is not None
+    return {item.op for item in report.kernels()}
+
+
 @pytest.mark.req("R-HFT-03")
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 8}, {"num_beams": 2}])
 def test_the_text_generation_pipeline_writes_the_same_text(tokenizer: Any, options: dict[str, Any]) -> None:
@@ -66,6 +73,7 @@ def test_the_text_generation_pipeline_writes_the_same_text(tokenizer: Any, optio
     want = written()
     assert lz.patch(writer) is writer and lz.patched(writer) is lz.patched(model) is not None
     assert written() == want and all(want)
+    assert ran(writer) >= {"attention", "rms_norm", "rope", "silu_and_mul"}
     lz.unpatch(writer)
     assert lz.patched(model) is None
 
@@ -83,6 +91,7 @@ def test_text_to_text_has_no_pipeline_any_more_and_generate_does_its_work(tokeni
     want = model.generate(**given, max_new_tokens=8, min_new_tokens=8)
     got = lz.patch(model).generate(**given, max_new_tokens=8, min_new_tokens=8)
     assert tokenizer.batch_decode(got) == tokenizer.batch_decode(want)
+    assert ran(model) >= {"attention", "rms_norm", "gelu_and_mul"}
 
 
 @pytest.mark.req("R-TOK-10")
