@@ -67,6 +67,13 @@ def test_deny_comes_too_late_for_a_lock_and_still_stops_the_load(bench):
 def test_ids_that_are_none(bench, repo):
     with bench.refused("HUB_ID_INVALID"):
         check_repo_id(repo)
+    bench.lock(bench.publish())
+    asked, before = len(bench.hub.asked), bench.policy.lock_path.read_bytes()
+    for step in (bench.lock, bench.load):
+        with bench.refused("HUB_ID_INVALID"):
+            step(repo)
+    assert len(bench.hub.asked) == asked, "the hub is not asked for such a name"
+    assert bench.policy.lock_path.read_bytes() == before
 
 
 def test_another_endpoint(bench, monkeypatch):
