@@ -11,6 +11,7 @@ import pytest
 
 from layerzero_hub import LockedLayer, bound
 from layerzero_hub.cli import dependencies
+from layerzero_hub.policy import from_mapping
 from tools.pytest_fixtures import module_beside
 
 _kernels = module_beside(__file__, "loopback_kernels")
@@ -98,6 +99,18 @@ def test_two_versions_side_by_side(bench):
     assert sorted(bound.survey(bench.policy)[0]) == [f"hub.rms_norm.{repo.replace('/', '-')}-v{n}" for n in (1, 2)]
     with bench.refused("HUB_LOCK_INVALID"):
         bench.load(repo)  # which one must be said
+
+
+@pytest.mark.req("R-HUB-01")
+def test_a_kernel_that_is_allowed_no_more_is_registered_with_the_reason_against_it(bench):
+    repo = bench.publish("gone")
+    bench.lock(repo)
+    bench.settings["kernels"] = [{"repo": repo, **MAPPING}]
+    (kernel,) = bound.survey(bench.policy)[0].values()
+    assert kernel.refused == ()
+    for change, code in (({"allow": []}, "HUB_NOT_ALLOWED"), ({"deny": [repo]}, "HUB_DENIED")):
+        (kernel,) = bound.survey(from_mapping(bench.settings | change))[0].values()
+        assert [why.code.value for why in kernel.refused] == [code] and repo in str(kernel.refused[0])
 
 
 @pytest.mark.req("R-BK-HF-01", "R-HUB-02")
