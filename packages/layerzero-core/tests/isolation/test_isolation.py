@@ -25,6 +25,7 @@ from layerzero.isolation.process import Settings, uncollected
 from layerzero.isolation.wire import ChildError, IsolationFault
 from layerzero.isolation.worker import Worker, close_all, delay_s, workers
 from layerzero.runtime.state import state
+from tools.threads import wait_until
 
 Q = torch.randn(2, 4, 8, 16, generator=torch.Generator().manual_seed(0))
 EXPECTED = F.scaled_dot_product_attention(Q, Q, Q)
@@ -191,6 +192,32 @@ def test_threads_take_turns(worker: Worker) -> None:
     for thread in threads:
         thread.join()
     assert results == [True] * 60
+
+
+@pytest.mark.req("R-ISO-04")
+def test_two_versions_of_a_library_are_in_the_middle_of_their_work_at_once(worker: Worker, tmp_path: Path) -> None:
+    """One process could hold only one of them; the older one answers while the newer one is busy."""
+    toy_module().install(tmp_path / "site", tmp_path / "vendor", version="2.0")
+    waits = "def waits(ready, gate):\n    open(ready, 'w').close()\n    return open(gate).read() + ' from 2.0'\n"
+    module, ready, gate = tmp_path / "vendor" / "toyvendor.py", tmp_path / "ready", tmp_path / "gate"
+    module.write_text(module.read_text() + waits)
+    os.mkfifo(gate)
+    newer = Worker(Settings("toy", path=(str(module.parent),), deadline_s=60.0))
+    said: list[str] = []
+    ask = (str(ready), str(gate))
+    busy = threading.Thread(target=lambda: said.append(newer.call("toyvendor:waits", ask, {})))
+    try:
+        busy.start()
+        wait_until(ready.exists)
+        (back,), pid = worker.call("toyvendor:echo", (Q,), {})
+        assert torch.equal(back, Q) and pid == worker.pid != newer.pid and not said
+        with pytest.raises(ChildError, match="waits"):
+            worker.call("toyvendor:waits", ask, {})  # the older one has no such function
+        gate.write_text("done")
+        busy.join(60)
+        assert said == ["done from 2.0"]
+    finally:
+        newer.close()
 
 
 def test_the_wait_between_starts_doubles_and_has_an_end() -> None:
