@@ -363,6 +363,27 @@ def test_a_forked_child_goes_on_with_the_same_choices(three: Any) -> None:
     assert winner(three) == C
 
 
+@pytest.mark.req("R-CONC-03", "R-POL-11")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_timebox_ends_in_a_forked_child_too(three: Any) -> None:
+    """The thread of the clock stays with the parent, and hot calls look at no clock."""
+    first = winner(three)
+    lz.configure(prefer=[C], expires_in=0.5)
+    assert winner(three) == C != first
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            signal.alarm(60)
+            while winner(three) == C:
+                time.sleep(0.01)
+            code = 0 if winner(three) == first else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 @pytest.mark.req("R-CONC-03")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:This process")

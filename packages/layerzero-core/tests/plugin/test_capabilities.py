@@ -8,6 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+import layerzero as lz
 from layerzero.errors import CapabilitiesError
 from layerzero.model.context import Context
 from layerzero.model.enums import GPUGeneration, InstructionFamily, Layout, Platform
@@ -241,6 +242,22 @@ def test_a_quantized_kernel_declares_its_error_bound() -> None:
     (kernel,) = load_capabilities(document).kernels
     assert dict(kernel.error_bounds) == {"int8": 0.004, "nvfp4": 0.17}
     assert kernel.quant_formats == {"int8", "nvfp4"}
+
+
+@pytest.mark.req("R-CAP-04")
+def test_every_kernel_that_quantizes_declares_the_error_of_each_of_its_formats() -> None:
+    """Of the largest magnitude: half the widest step between codes; MXFP4's scale, a power of two, may cut off more."""
+    widest = {
+        "int8": 0.5 / 127, "int4": 0.5 / 7, "fp8_e4m3": 16 / 448, "fp8_e5m2": 4096 / 57344, "nf4": (1 - 0.6961928) / 2,
+        "mxfp4": (8 - 6) / 8, "nvfp4": 1 / (6 / (1 + 2**-4)),
+    }  # fmt: skip
+    kernels = lz.list_kernels("quantize")
+    assert {kernel.backend for kernel in kernels} >= {"reference", "torch"}
+    for kernel in kernels:
+        declared = dict(kernel.error_bounds)
+        assert set(declared) == set(kernel.quant_formats), kernel.kernel_id
+        for fmt, bound in declared.items():
+            assert widest[fmt] <= bound <= 1.01 * widest[fmt], (kernel.kernel_id, fmt)
 
 
 @pytest.mark.req("R-CAP-05")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from layerzero import env
-from layerzero.forking import fresh_lock
+from layerzero.forking import fresh_lock, in_child
 from layerzero.model.config import Policy
 from layerzero.policy.layers import PolicyLayer, from_env, merge, next_expiry
 from layerzero.runtime.state import scope, settled, state
@@ -118,7 +118,14 @@ class Policies:
         timers.cancel("policy")
 
 
+def _in_child() -> None:
+    """The thread that would end a timebox is not in a forked child: arm the clock there."""
+    if next_expiry(policies._set.values()) is not None:
+        policies.publish()
+
+
 policies = Policies()
+in_child(_in_child)
 
 
 @dataclass(slots=True, eq=False)
