@@ -3,9 +3,9 @@
     python -m tools.soak --minutes 30 --json build/prove/soak.json
 
 Threads call ops with sizes that repeat, grow and jump; another changes the policy, explains, plans, observes and stops
-observing; one kernel raises now and then, so breakers open and close. Counted all the while: resident memory, tensors,
-file descriptors, threads, shared memory. After a warm-up the trend of the memory over the rest must be within 1 %,
-and nothing else may have grown at all.
+observing; one kernel raises now and then, so its breaker must open, and close again. Counted all the while: resident
+memory, tensors, file descriptors, threads, shared memory. After a warm-up the trend of the memory over the rest must be
+within 1 %, and nothing else may have grown at all.
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ from typing import Any
 from benchmarks.timing import machine
 from tools.req_plugin import current_commit
 
-__all__ = ["Gate", "Sample", "Soak", "drift", "judge", "main", "sample"]
+__all__ = ["Breaker", "Gate", "Sample", "Soak", "drift", "judge", "main", "sample"]
 
 MAX_DRIFT = 0.01
 WARM = 0.25  # share of the run that is warm-up
+KERNEL = "soak.rms_norm.shaky"
+RAISES = 0.0002  # of the calls of that kernel
+PATIENCE_S = 30.0  # many times the cooldown: a breaker that is open for so long stays open
 LOOKS = 12  # after the warm-up: caches still fill in the first seconds, so fewer looks say nothing about growth
 
 
@@ -139,6 +142,37 @@ class Gate:
             self._changed.notify_all()
 
 
+@dataclass
+class Breaker:
+    """What the breaker of a kernel does, as the registry of health tells it (`HealthRegistry.subscribe`)."""
+
+    kernel_id: str = KERNEL
+    opened: int = 0
+    closed: int = 0
+    since: float | None = None  # when it opened, while it has not closed again
+    _version: int = -1
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def heard(self, health: Any) -> None:
+        """Hear of a change; two threads may tell at once, and the older of the two says nothing new."""
+        with self._lock:
+            phase = health.state(self.kernel_id).phase
+            if health.version <= self._version:
+                return
+            self._version = health.version
+            if phase == "open" and self.since is None:
+                self.opened, self.since = self.opened + 1, time.monotonic()
+            elif phase == "closed" and self.since is not None:
+                self.closed, self.since = self.closed + 1, None
+
+    def problems(self, faults: int, now: float) -> list[str]:
+        """What is wrong with it at the end, in words."""
+        if faults and not self.opened:
+            return [f"{faults} faults and no breaker opened"]
+        late = 0.0 if self.since is None else now - self.since
+        return [f"a breaker has not closed for {late:.0f} s"] if late > PATIENCE_S else []
+
+
 # -- the load ----------------------------------------------------------------------------------------------------
 @dataclass
 class Soak:
@@ -147,10 +181,12 @@ class Soak:
     seconds: float
     workers: int = 2
     seed: int = 1
+    raises: float = RAISES
     calls: int = 0
     faults: int = 0
     changes: int = 0
     errors: list[str] = field(default_factory=list)
+    breaker: Breaker = field(default_factory=Breaker)
 
     def run(self, look_every: float, told: Callable[[Sample], None]) -> list[Sample]:
         """Load until the time is over; samples are taken while every worker stands between two rounds of calls."""
@@ -190,7 +226,7 @@ class Soak:
             stop.set()
 
     def _install(self) -> None:
-        """A kernel ahead of the others that raises one time in 5 000, and a breaker that forgives soon."""
+        """A kernel ahead of the others that raises now and then, and a breaker that forgives soon."""
         from dataclasses import replace
 
         import layerzero as lz
@@ -203,7 +239,7 @@ class Soak:
         chance = random.Random(self.seed)
 
         def shaky(*args: Any) -> Any:
-            if chance.random() < 0.0002:
+            if chance.random() < self.raises:
                 self.faults += 1
                 raise RuntimeError("injected")
             return rms_norm(*args)
@@ -211,10 +247,9 @@ class Soak:
         globals()["shaky"] = shaky  # where the adapter is looked for
         registry = state.world.registry
         plain = registry.kernels["reference.rms_norm.plain"]
-        kernel = replace(
-            plain, kernel_id="soak.rms_norm.shaky", backend="soak", function="tools.soak:shaky", priority=900.0
-        )
+        kernel = replace(plain, kernel_id=KERNEL, backend="soak", function="tools.soak:shaky", priority=1e6)
         state.publish(registry=registry.add([kernel]))
+        state.health.subscribe(self.breaker.heard)
 
     def _work(self, number: int, counts: list[int], stop: threading.Event, gate: Gate) -> None:
         import torch
@@ -288,13 +323,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--looks", type=int, default=60, help="samples to take")
     parser.add_argument("--max-drift", type=float, default=MAX_DRIFT)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--raises", type=float, default=RAISES, help="share of the calls of one kernel that raise")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     import torch
 
     torch.set_num_threads(1)
     logging.getLogger("layerzero").setLevel(logging.CRITICAL)  # every injected fault would be an error in the log
-    soak = Soak(args.minutes * 60, args.workers, args.seed)
+    soak = Soak(args.minutes * 60, args.workers, args.seed, args.raises)
 
     def told(item: Sample) -> None:
         print(
@@ -306,14 +342,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     import layerzero as lz
 
     found = judge(samples, args.max_drift)
-    found["problems"] += soak.errors
+    found["problems"] += soak.errors + soak.breaker.problems(soak.faults, time.monotonic())
     if not soak.faults and soak.calls > 100_000:
         found["problems"].append("no fault was injected")
     figures = {
         "benchmark": "soak", "command": f"make prove NAME=soak MINUTES={args.minutes:g}", "commit": current_commit(),
         "machine": machine(), "minutes": args.minutes, "workers": args.workers,
         "calls": soak.calls, "calls_per_s": round(soak.calls / max(1e-9, samples[-1].at)), "changes": soak.changes,
-        "faults": soak.faults, "failovers": lz.metrics()["layerzero_failovers_total"],
+        "faults": soak.faults, "opened": soak.breaker.opened, "closed": soak.breaker.closed,
+        "failovers": lz.metrics()["layerzero_failovers_total"],
         "swaps": lz.metrics()["layerzero_world_swaps_total"], **found,
         "samples": [asdict(item) for item in samples],
     }  # fmt: skip

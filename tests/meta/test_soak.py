@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from tools.soak import Gate, Sample, drift, judge
+from layerzero.health.breaker import HealthRegistry
+from layerzero.model.config import BreakerSettings
+from tools.soak import PATIENCE_S, Breaker, Gate, Sample, drift, judge
 
 MIB = 1 << 20
 
@@ -49,6 +51,25 @@ def test_anything_else_that_grows_is_named(name: str) -> None:
     grown = judge(series(flat, **{name: [10 + n // 12 for n in range(40)]}))
     assert grown["problems"] == [f"{name} rose from 11 to 12"]
     assert judge(series(flat, **{name: [10 + (n % 7 == 0) for n in range(40)]}))["problems"] == []
+
+
+@pytest.mark.req("R-GATE-03")
+def test_a_breaker_that_never_opens_and_one_that_never_closes_are_named() -> None:
+    health, breaker = HealthRegistry(BreakerSettings(failures=1, successes=2)), Breaker()
+    health.subscribe(breaker.heard)
+    assert breaker.problems(0, time.monotonic()) == []
+    assert breaker.problems(3, time.monotonic()) == ["3 faults and no breaker opened"]
+    for _ in range(2):
+        health.kernel_failed(breaker.kernel_id, "boom")
+    assert (breaker.opened, breaker.closed) == (1, 0) and breaker.since is not None
+    now = breaker.since + PATIENCE_S
+    assert breaker.problems(1, now) == [] and breaker.problems(1, now + 1) == ["a breaker has not closed for 31 s"]
+    health._clock = lambda: time.monotonic() + 1e6
+    assert health.tick()  # half-open: two good calls close it
+    for closed in (0, 1):
+        health.kernel_succeeded(breaker.kernel_id)
+        assert breaker.closed == closed
+    assert breaker.problems(1, now + 1e9) == []
 
 
 def test_the_trend_does_not_follow_one_value_that_stands_out() -> None:
@@ -89,8 +110,8 @@ def test_a_look_waits_for_calls_under_way() -> None:
         thread.join()
 
 
-def soaked(out: Path, minutes: str, looks: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tools.soak", "--looks", looks, "--json", str(out), "--minutes", minutes]
+def soaked(out: Path, minutes: str, looks: str, *more: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tools.soak", "--looks", looks, "--json", str(out), "--minutes", minutes, *more]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -103,14 +124,15 @@ def soaked(out: Path, minutes: str, looks: str) -> dict[str, Any]:
 @pytest.mark.timeout(600)
 @pytest.mark.fault(33)
 def test_a_few_seconds_of_soak_run_clean(tmp_path: Path) -> None:
-    """The real program: its load runs, changes and meets its faults, and no thread of it ends with an error.
+    """The real program: its load runs, changes and meets its faults, its breaker opens and closes, no thread fails.
 
     That nothing grows is for the longer run below and for `make prove NAME=soak` to say. A machine that is too busy to
     do anything in a few seconds is given more of them.
     """
     for minutes in ("0.06", "0.2", "0.6", "2"):
-        data = soaked(tmp_path / "soak.json", minutes, "6")
-        if data["calls"] > 100 and data["changes"] > 0 and len(data["samples"]) >= 3:
+        data = soaked(tmp_path / "soak.json", minutes, "6", "--raises", "0.05")
+        happened = data["changes"] > 0 and data["opened"] > 0 and data["closed"] > 0
+        if happened and data["calls"] > 100 and len(data["samples"]) >= 3:
             return
     raise AssertionError(f"nothing much happened in two minutes: {data}")
 
