@@ -352,3 +352,50 @@ def test_a_kernel_that_hits_the_memory_limit_hands_over_and_is_set_aside_after_t
     assert ended.said["right"] == [True] * 4 and ended.said["failovers"] == 3
     assert ended.said["phase"] == "open" and ended.said["why"] == ["CIRCUIT_OPEN"]
     assert ended.said["ran"] == "torch.rms_norm.native" and "OUT_OF_MEMORY" in ended.err
+
+
+ROOMY = """
+    import torch
+    rows = []
+    def rms_norm(x, weight, eps):
+        rows.append(x.shape[0])
+        torch.empty(x.shape[0] << 20, dtype=torch.uint8)
+        return torch.rms_norm(x, (x.shape[-1],), weight, eps)
+"""
+CHANGING = """
+    import bad_kernel, random, resource
+    from dataclasses import replace
+    from layerzero.model.formula import Formula
+    from layerzero.runtime import pressure
+
+    def taken(field=0):
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[field]) * resource.getpagesize()
+
+    q, x = torch.randn(1, 4, 300, 32), torch.randn(1400, 64)
+    lz.attention(q, q, q), lz.rms_norm(x, torch.ones(64), backend="torch")
+    most = taken() + (1 << 30)
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+    pressure.free_bytes = lambda device: most - taken()  # a machine as small as that
+    state.use(load_plugins(entry_points=()).registry.add([replace(SPEC, workspace=Formula("rows * 1048576"))]))
+    lz.configure(memory_headroom_mb=256, on_first_use="off", jit="off")
+    draw, good, held = random.Random(0), [], []
+    for step in range(120):
+        rows, seq = draw.randrange(1, 1400), draw.randrange(1, 300)
+        good.append(right(x[:rows], lz.rms_norm(x[:rows], torch.ones(64))))
+        part = q[:, :, :seq]
+        good.append(lz.attention(part, part, part).shape == part.shape)
+        held.append(taken(1))  # what is really there
+    print(json.dumps({"good": all(good), "failovers": state.counters.failovers, "most": max(bad_kernel.rows),
+                      "calls": len(bad_kernel.rows), "grown": max(held[80:]) - max(held[:40])}))
+"""
+
+
+@pytest.mark.req("R-MEM-06")
+def test_changing_sizes_in_little_memory_never_run_out_since_large_workspaces_are_avoided(tmp_path: Path) -> None:
+    """A gigabyte, a quarter of it kept free; a kernel that takes a mebibyte a row serves the short calls alone."""
+    ended = run_with_kernel(tmp_path, ROOMY, CHANGING)
+    assert ended.code == 0, ended.err
+    assert ended.said["good"] and ended.said["failovers"] == 0 and "OUT_OF_MEMORY" not in ended.err
+    assert 256 <= ended.said["most"] <= 768 and 10 < ended.said["calls"] < 110
+    assert ended.said["grown"] <= 16 << 20, "the process holds ever more"
