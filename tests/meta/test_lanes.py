@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import shlex
 from pathlib import Path
 
 import pytest
 
 from tools.lanes import BUDGET, Lanes, divide, main, measured, render, sharing, watched
-from tools.pytest_lanes import lane
+from tools.prove import lanes
+from tools.pytest_lanes import _LONG, lane
 from tools.requirements_doc import ROOT
 
 JUNIT = """<testsuites><testsuite>
@@ -117,3 +119,20 @@ def test_every_test_has_one_lane(monkeypatch: pytest.MonkeyPatch, request: pytes
     assert lane(me) == "check"
     me.add_marker("stress")
     assert lane(me) == "long"
+
+
+@pytest.mark.req("R-OP-10")
+def test_the_contract_of_sliding_windows_is_in_the_normal_lanes_and_in_the_nightly_one() -> None:
+    """As tests that no mark sends away, and as a contract of the ladder, which the lane of correctness climbs whole."""
+    file = ROOT / "packages" / "layerzero-core" / "tests" / "ops" / "test_attention_contract.py"
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    kept = {node.name: ast.unparse(ast.List(node.decorator_list)) for node in body if isinstance(node, ast.FunctionDef)}
+    named = [name for name in kept if "window" in kept[name] + name and "R-OP-10" in kept[name]]
+    assert {"test_sliding_windows_of_256_and_1024", "test_a_rolling_cache_of_the_window_is_enough"} <= set(named)
+    module = [ast.unparse(node) for node in body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node)]
+    texts = [*module, *(kept[name] for name in named)]
+    sent_away = [mark for mark in ("gpu", *_LONG) for text in texts if f"mark.{mark}" in text]
+    assert sent_away == []
+    nightly = [shlex.split(line) for line in lanes()["correctness"].run]
+    assert ["lz", "verify", "--lane", "full"] in [words[:4] for words in nightly]
+    assert not {"--level", "--op", "--backend"} & {word for words in nightly for word in words}

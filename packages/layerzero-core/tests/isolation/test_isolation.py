@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -370,6 +371,35 @@ def test_an_isolated_kernel_is_selected_runs_and_says_so(toy: dict[str, Any]) ->
     assert reasons() == ["CIRCUIT_OPEN"]
     lz.configure(isolation={"toy": "in_process"})
     assert reasons()[0] == "BACKEND_NOT_INSTALLED"
+
+
+@pytest.mark.req("R-ENV-10")
+def test_a_kernel_computes_the_same_in_both_modes_and_only_one_has_a_process_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, vendor = tmp_path / "site", tmp_path / "vendor"
+    toy_module().install(site, vendor)
+    monkeypatch.setenv("LAYERZERO_PLUGINS", "toy")
+    monkeypatch.setenv("LAYERZERO_ON_FIRST_USE", "off")
+    known = set(sys.modules)
+    for folder in (site, vendor):
+        monkeypatch.syspath_prepend(str(folder))
+    before = set(workers())
+    try:
+        for mode, entry in (("in_process", "in_process"), ("subprocess", {"path": [str(vendor)], "deadline_s": 60.0})):
+            lz.reset()
+            lz.configure(isolation={"toy": entry})
+            torch.testing.assert_close(lz.attention(Q, Q, Q), EXPECTED)
+            assert lz.explain("attention", Q, Q, Q).ran == "toy.attention.plain"
+            assert (reasons() == ["ISOLATED"]) is (mode == "subprocess")
+            called = [item.calls > 0 and item.pid != os.getpid() for item in set(workers()) - before]
+            assert called == ([True] if mode == "subprocess" else [])
+            assert mode == "subprocess" or "toyvendor" in sys.modules
+    finally:
+        for name in set(sys.modules) - known:
+            if name.startswith(("toyvendor", "layerzero_toy")):
+                del sys.modules[name]
+        lz.reset()
 
 
 @pytest.mark.req("R-ISO-02", "R-DEV-10")
