@@ -352,7 +352,13 @@ def test_in_one_compiled_graph(grad):
         return made_inside + lz.attention(q, k, v, lz.chunk_mask(8))
 
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    assert_close(compiled(*args, grid), layer(*args, grid), tolerance("attention", "float32"))
+    got, want = compiled(*args, grid), layer(*args, grid)
+    assert_close(got, want, tolerance("attention", "float32"))
+    if grad:
+        slope = torch.linspace(-1.0, 1.0, want.numel()).view(want.shape)
+        found, expected = (torch.autograd.grad(out, args, slope) for out in (got, want))
+        assert_close(list(found), list(expected), tolerance("gradient", "float32"))
+        assert all(item.abs().max() > 0 for item in expected)
 
 
 def test_under_vmap_and_in_a_fake_mode():

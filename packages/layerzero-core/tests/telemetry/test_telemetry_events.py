@@ -362,6 +362,7 @@ def test_wrong_log_settings_are_one_clear_error(tmp_path: Path) -> None:
     assert not [h for h in logging.getLogger("layerzero").handlers if type(h) is not logging.NullHandler]
 
 
+@pytest.mark.req("R-TEL-01", "R-TEL-05")
 def test_a_whole_process_is_seen_by_its_environment(tmp_path: Path) -> None:
     log, metrics, trace = tmp_path / "log.jsonl", tmp_path / "m.json", tmp_path / "t.json"
     code = (
