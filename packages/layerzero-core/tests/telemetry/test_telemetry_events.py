@@ -237,6 +237,26 @@ def test_the_otel_sdk_receives_spans_under_the_callers_own(lab: Any) -> None:
     assert inner.end_time - inner.start_time <= outer.end_time - outer.start_time
 
 
+@pytest.mark.req("R-TEL-04")
+@pytest.mark.needs_package("opentelemetry.sdk")
+def test_without_a_tracer_spans_go_to_the_provider_of_the_program(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)  # the program set it at its start, as one can once
+    with lz.observe(spans=True):
+        lz.rms_norm(X, W)
+    lz.layer_norm(X, W)  # not observed any more
+    found = exporter.get_finished_spans()
+    assert sorted(span.name for span in found) == ["layerzero.dispatch", "layerzero.select"]
+    assert {span.attributes["layerzero.op"] for span in found} == {"rms_norm"}
+    assert {span.instrumentation_scope.name for span in found} == {"layerzero"}
+
+
 # -- logs --------------------------------------------------------------------------------------------
 @pytest.fixture
 def lines() -> Iterator[Any]:
