@@ -215,7 +215,7 @@ class Soak:
             if thread.is_alive():
                 self.errors.append("a thread does not end")
         self.calls = sum(counts)
-        return samples
+        return samples or [sample(time.monotonic() - started, self.calls)]  # it ended before the first look
 
     def _guarded(self, job: Callable[[], None], stop: threading.Event) -> None:
         try:

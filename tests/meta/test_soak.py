@@ -137,6 +137,20 @@ def test_a_few_seconds_of_soak_run_clean(tmp_path: Path) -> None:
     raise AssertionError(f"nothing much happened in two minutes: {data}")
 
 
+@pytest.mark.req("R-GATE-03")
+def test_a_soak_in_which_a_thread_of_the_load_ends_with_an_error_fails(tmp_path: Path) -> None:
+    broken = (
+        "import sys, tools.soak as soak\n"
+        "def work(self, number, counts, stop, gate):\n    gate.passed()\n    raise KeyError('inside')\n"
+        "soak.Soak._work = work\n"
+        "sys.exit(soak.main(['--minutes', '5', '--looks', '1000', '--json', sys.argv[1]]))\n"
+    )
+    out = tmp_path / "soak.json"
+    done = subprocess.run([sys.executable, "-c", broken, str(out)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert set(json.loads(out.read_text())["problems"]) == {"KeyError: 'inside'"}
+
+
 @pytest.mark.slow
 @pytest.mark.req("R-GATE-03")
 def test_a_minute_of_soak_holds_nothing_more_at_its_end(tmp_path: Path) -> None:
