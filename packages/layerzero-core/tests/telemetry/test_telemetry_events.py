@@ -253,8 +253,8 @@ def test_without_a_tracer_spans_go_to_the_provider_of_the_program(lab: Any, monk
     lz.layer_norm(X, W)  # not observed any more
     found = exporter.get_finished_spans()
     assert sorted(span.name for span in found) == ["layerzero.dispatch", "layerzero.select"]
-    assert {span.attributes["layerzero.op"] for span in found} == {"rms_norm"}
-    assert {span.instrumentation_scope.name for span in found} == {"layerzero"}
+    assert {(span.attributes or {}).get("layerzero.op") for span in found} == {"rms_norm"}
+    assert {getattr(span.instrumentation_scope, "name", None) for span in found} == {"layerzero"}
 
 
 # -- logs --------------------------------------------------------------------------------------------
