@@ -45,6 +45,7 @@ def test_all_layers_of_a_step_share_one_plan(vendor):
     assert len(batch.plans) == 3
 
 
+@pytest.mark.req("R-KV-04")
 def test_planning_reads_no_length_from_the_device(vendor, monkeypatch):
     tables, lens, query, caches = pages()
     batch = lz.paged_batch(tables, lens, host_lens=(33, 5, 16))
