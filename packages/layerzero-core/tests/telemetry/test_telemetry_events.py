@@ -324,6 +324,9 @@ def test_a_report_is_json_with_every_candidate_and_its_reasons(lab: Any) -> None
     assert data["chosen"] == data["ran"] == report.chosen and data["call"]["dims"] == {"rows": 4, "hidden": 8}
     by_name = {item["kernel_id"]: item for item in data["candidates"]}
     assert [item["code"] for item in by_name["mine.rms_norm.narrow"]["reasons"]] == ["DTYPE_UNSUPPORTED"]
+    told = {item.kernel_id: [why.code for why in item.reasons] for item in report.decision.candidates}
+    assert {name: [why["code"] for why in item["reasons"]] for name, item in by_name.items()} == told
+    assert {name for name, item in by_name.items() if item["accepted"]} == {report.chosen} and len(told) == 2
     assert data["transform_cost_total"] == 0.0 and data == json.loads(json.dumps(report.to_dict()))
 
 
