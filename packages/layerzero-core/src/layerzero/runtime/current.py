@@ -41,7 +41,7 @@ class _Now:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Load without the garbage collector: a full collection walks all of torch's objects and outlasts the loading."""
+    """Load or time without the garbage collector: a full collection walks all of torch's objects and outlasts both."""
     was_on = gc.isenabled()
     gc.disable()
     try:

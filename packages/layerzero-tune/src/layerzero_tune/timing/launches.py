@@ -14,12 +14,12 @@ launch. Those that come out close are timed again among themselves, in several l
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from layerzero.runtime.current import collector_paused
 from layerzero_tune.timing.clock import Clock, launch_clock
 from layerzero_tune.timing.host_load import pace, quick_core
 from layerzero_tune.timing.race import Times, without_common_mode
@@ -104,9 +104,7 @@ def _launches(
         return {}
     found: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
+    with collector_paused():
         for look in range(looks):
             with quick_core():
                 before = pacer()
@@ -123,9 +121,6 @@ def _launches(
                     for name, us in turn.items():
                         found[name].append(us * 2.0 / (before + after))
                     before = after
-    finally:
-        if was_on:
-            gc.enable()
     return {name: Times.of(turns) for name, turns in without_common_mode(found).items()}
 
 

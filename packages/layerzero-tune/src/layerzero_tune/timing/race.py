@@ -18,6 +18,7 @@ import torch
 
 from layerzero.errors import InvalidInputError
 from layerzero.perfdb.measurement import SURE, alike, median_error
+from layerzero.runtime.current import collector_paused
 from layerzero.selection.score import tie
 from layerzero_tune.timing.clock import Clock, clock_for, cpu_clock, cuda_clock
 from layerzero_tune.timing.host_load import quick_core
@@ -138,9 +139,7 @@ def race(
         running, done, clear = list(contestants), 0, False
         behind = _DROP_COLD_AT if clock is cuda_clock else _DROP_AT
         gc.collect(1)  # what the last calls left behind; all that a large program holds would take longer than the race
-        if gc.isenabled():
-            gc.disable()
-            until_the_end.callback(gc.enable)
+        until_the_end.enter_context(collector_paused())
         for done in range(1, most + 1):
             if each_round is not None:
                 each_round()
