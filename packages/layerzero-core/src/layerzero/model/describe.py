@@ -304,7 +304,6 @@ def check_per_head(slopes: Any, sinks: Any, heads: int, batch: int) -> None:
         raise invalid("SHAPE_INVALID", f"alibi_slopes {tuple(slopes.shape)}", f"[{heads}] or [{batch}, {heads}]")
     if sinks is None:
         return
-    _check_tensor(sinks, "sinks")
     check_floating(sinks, "sinks")
     if tuple(sinks.shape) != (heads,):
         raise invalid("SHAPE_INVALID", f"sinks {tuple(sinks.shape)}", f"[{heads}]")
@@ -363,9 +362,6 @@ def attention_context(
     special = attn_mask if isinstance(attn_mask, MASK_VALUES) else None
     tensor_mask: Any = attn_mask if special is None else next(iter(special.tensors()), None)
     beside = {"attn_mask": tensor_mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    for name, given in beside.items():
-        if given is not None:
-            _check_tensor(given, name)
     check_devices(**tensors, **beside)
     words = tuple(check_floating(item, name) for name, item in tensors.items())
     notes: tuple[Reason, ...] = ()
