@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from layerzero.errors import CapabilitiesError
 from layerzero.model.device import DEFAULT_GENERATIONS, DeviceSpec, GenerationMap
 from layerzero.model.enums import GPUGeneration, InstructionFamily
+from layerzero.registry.capabilities import load_capabilities
 
 G = GPUGeneration
 MMA, WGMMA, TCGEN05 = InstructionFamily.MMA, InstructionFamily.WGMMA, InstructionFamily.TCGEN05
@@ -110,21 +111,29 @@ def test_the_last_override_wins_over_earlier_ones() -> None:
 @pytest.mark.parametrize(
     ("descriptor", "key"),
     [
-        ({"nine": {}}, "generations.nine"),
-        ({"90-80": {}}, "generations.90-80"),
-        ({"90": {"generation": "PASCAL2"}}, "generations.90.generation"),
-        ({"90": {"tensor_core_generation": 6}}, "generations.90.tensor_core_generation"),
-        ({"90": {"tensor_core_generation": True}}, "generations.90.tensor_core_generation"),
-        ({"90": {"instruction_families": ["wmma"]}}, "generations.90.instruction_families"),
-        ({"90": {"instruction_families": "mma"}}, "generations.90.instruction_families"),
-        ({"90": {"famlies": []}}, "generations.90.famlies"),
-        ({"90": [1]}, "generations.90"),
+        ({"nine": {}}, "generation_map"),
+        ({"90-80": {}}, "generation_map.90-80"),
+        ({"90": {"generation": "PASCAL2"}}, "generation_map.90.generation"),
+        ({"90": {"tensor_core_generation": 6}}, "generation_map.90.tensor_core_generation"),
+        ({"90": {"tensor_core_generation": True}}, "generation_map.90.tensor_core_generation"),
+        ({"90": {"instruction_families": ["wmma"]}}, "generation_map.90.instruction_families[0]"),
+        ({"90": {"instruction_families": "mma"}}, "generation_map.90.instruction_families"),
+        ({"90": {"famlies": []}}, "generation_map.90.famlies"),
+        ({"90": [1]}, "generation_map.90"),
     ],
 )
 def test_a_wrong_descriptor_is_refused_with_its_key(descriptor: dict[str, object], key: str) -> None:
     with pytest.raises(CapabilitiesError) as caught:
-        GenerationMap().override(descriptor)  # type: ignore[arg-type]
+        load_capabilities({"schema_version": "1.0", "backend": "mine", "ops": {}, "generation_map": descriptor})
     assert caught.value.key == key
+
+
+@pytest.mark.req("R-DEV-08")
+@pytest.mark.parametrize("key", ["nine", "90-80"])
+def test_a_wrong_range_is_refused_with_its_key(key: str) -> None:
+    with pytest.raises(CapabilitiesError) as caught:
+        GenerationMap().override({key: {}})
+    assert caught.value.key == f"generations.{key}"
 
 
 @pytest.mark.req("R-DEV-07", "R-ENV-01")

@@ -223,15 +223,13 @@ def load_capabilities(
 
 
 def _checked(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Every declared field in its in-memory form. Nothing but a generation map can be deep and otherwise right."""
+    """Every declared field in its in-memory form. Nothing can be deep and otherwise right."""
     try:
         document: dict[str, Any] = DOCUMENT.parse(migrate(raw), "")
+        return document
     except (CapabilitiesError, RecursionError):  # spelling a wrong value that is deep ends in the latter
         check_depth(raw)
         raise
-    if document["generation_map"]:
-        check_depth(raw)
-    return document
 
 
 def _build(

@@ -17,7 +17,6 @@ from layerzero.registry.kinds import (
     EXPRESSION,
     FLAG,
     Field,
-    Kind,
     Record,
     choice,
     either,
@@ -86,6 +85,11 @@ def _feature(word: str) -> None:
     # and would quietly switch the feature off.
     if word not in FEATURES and not word.startswith("kv_"):
         _refuse_misspelt(word, FEATURES)
+
+
+def _generation(word: str) -> None:
+    if word.upper() not in GPUGeneration.__members__:
+        raise ValueError(f"{word!r} is none of {', '.join(GPUGeneration.__members__)}")
 
 
 def _jit_field(word: str) -> None:
@@ -242,8 +246,13 @@ ISOLATION = Record(
 
 _SCHEMA_VERSION = choice(frozenset({SCHEMA_VERSION}))
 _GENERATION_KEY = text(r"^\s*\d{2,4}\s*(\+|-\s*\d{2,4})?\s*\Z", "an SM range such as '89', '75-79' or '130+'")
-# What is inside is checked by `GenerationMap.override`.
-_GENERATION = Kind(lambda value, where: value, lambda: {"type": "object"})
+_GENERATION = Record(
+    "generation",
+    Field("generation", text("", "a GPU generation", _generation), "its name, as 'hopper' or 'HOPPER'"),
+    Field("tensor_core_generation", whole(0, 5), "of its tensor cores; 0 for none"),
+    Field("instruction_families", list_of(choice(InstructionFamily), unique=False), "matrix instructions it has"),
+    sparse=True,
+)
 
 DOCUMENT = Record(
     "capabilities.json",
