@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from layerzero.json_form import strict
 from layerzero_hub.errors import refuse
 
 _PART = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9])?\Z")
@@ -130,20 +130,12 @@ def strict_json(raw: bytes, code: str, where: str, most: int) -> Any:
     """JSON that somebody else wrote: of bounded size, no key twice, no NaN. Only HubError is raised, with this code."""
     if len(raw) > most:
         raise refuse(code, where, f"larger than {most} bytes")
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise refuse(code, key, "the key stands twice")
-            found[key] = value
-        return found
-
-    def no_constant(name: str) -> Any:
-        raise refuse(code, where, f"{name} is no JSON")
-
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=once, parse_constant=no_constant)
+        return strict(
+            raw.decode("utf-8"),
+            lambda key: refuse(code, key, "the key stands twice"),
+            lambda word: refuse(code, where, f"{word} is no JSON"),
+        )
     except (ValueError, RecursionError) as error:
         raise refuse(code, where, f"no JSON: {type(error).__name__}") from None
 

@@ -13,7 +13,6 @@ import functools
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -218,7 +217,11 @@ def decoded(data: bytes) -> Mapping[str, Any]:
     """The object the bytes stand for: plain JSON, no key twice, no NaN."""
     try:
         text = data.removeprefix(_BOM).decode()
-        found = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        found = json_form.strict(
+            text,
+            lambda key: fail(key[:80], "the key stands there twice", value=key),
+            lambda word: fail("", f"{word} is not a JSON number", value=word),
+        )
     except RecursionError:
         raise fail("", f"nested deeper than {MAX_DEPTH} levels", limit=MAX_DEPTH) from None
     except json.JSONDecodeError as error:
@@ -228,18 +231,6 @@ def decoded(data: bytes) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise fail("", f"expected an object at the top, got {type(found).__name__}", value=type(found).__name__)
     return found
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
-    twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-    raise fail(twice[:80], "the key stands there twice", value=twice)
-
-
-def _no_constant(text: str) -> Any:
-    raise fail("", f"{text} is not a JSON number", value=text)
 
 
 def check_depth(value: Any) -> None:

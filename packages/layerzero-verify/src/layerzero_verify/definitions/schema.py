@@ -7,7 +7,6 @@ is a Python number. `reference` is Python source with a function `run`; reading 
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from layerzero.errors import ConfigurationError
-from layerzero.json_form import plain
+from layerzero.json_form import plain, strict
 
 _MAX_BYTES = 16 * 1024 * 1024
 MISSING: Any = object()
@@ -45,7 +44,11 @@ def read_text(path: Path) -> str:
 def parse_json(text: str, where: str) -> Any:
     """JSON without duplicate keys and without NaN; every refusal names the place."""
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        return strict(
+            text,
+            lambda key: ValueError(f"duplicate key {key!r}"),
+            lambda word: ValueError(f"{word} is not JSON"),
+        )
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise at(where, f"is not JSON: {reason}") from None
@@ -94,18 +97,6 @@ def take_name(data: Any, name: str, where: str) -> str:
     if not found or found[0] == "." or any(sign in found for sign in "/\\\0"):
         raise at(f"{where}: {name}", f"{found!r} cannot be a file name", value=found, limit="a name without slashes")
     return found
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"duplicate key {next(name for name in names if names.count(name) > 1)!r}")
-    return found
-
-
-def _no_constant(word: str) -> Any:
-    raise ValueError(f"{word} is not JSON")
 
 
 @dataclass(frozen=True, slots=True)
