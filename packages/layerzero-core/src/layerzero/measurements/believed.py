@@ -177,10 +177,8 @@ def judged(items: list[Measurement], platform: Platform, versions: Callable[[str
             if item.platform.family == platform.family and not _same_machine(item.platform, platform):
                 similar.setdefault(item.platform, []).append(item)
     notes = [reason("PERF_NOT_BELIEVED", count, why) for why, count in sorted(doubts.items())]
-    if own:
+    if own or not similar:
         return Believed(_weighed(own, spreads), tuple(notes), refused)
-    if not similar:
-        return Believed({}, tuple(notes), refused)
     # The device that knows most kernels ranks them; times of two devices are not comparable.
     best = max(similar.values(), key=lambda found: (len(found), max(item.measured_at for item in found)))
     ranked = _weighed([(item.kernel_id, item.median_us, _SIMILAR * weight(item)) for item in best])
