@@ -79,11 +79,8 @@ class Bump:
         self.buffer = buffer
         self.used = used
 
-    def fits(self, nbytes: int) -> bool:
-        return -(-self.used // ALIGNMENT) * ALIGNMENT + nbytes <= self.buffer.numel()
-
     def put(self, tensor: Tensor) -> Placed:
-        """Copy a tensor in, strides kept. The caller has asked `fits`."""
+        """Copy a tensor in, strides kept. The caller has made room for its `sent_bytes`."""
         flat, strides = compact(tensor)
         offset = -(-self.used // ALIGNMENT) * ALIGNMENT
         nbytes = flat.numel() * flat.element_size()
