@@ -81,7 +81,7 @@ def dequantize(qt: QuantizedTensor, dtype: torch.dtype | None) -> Tensor:
     codes = qt.data
     if traits.packed:
         codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
-    values = group_view(_decode(codes, qt.fmt), tuple(qt.scale.shape)).to(wide)
+    values = group_view(decode(codes, qt.fmt), tuple(qt.scale.shape)).to(wide)
     if qt.zero_point is not None:
         values = values - qt.zero_point.to(wide).unsqueeze(-1)
     scale = qt.scale.to(torch.float32).to(wide)  # float8 widens in one step only to float32
@@ -195,7 +195,8 @@ def _encode(x: Tensor, fmt: QuantFormat, zero_point: Tensor | None) -> Tensor:
     return (code | (torch.signbit(x).to(code.dtype) << 3)).to(torch.uint8)
 
 
-def _decode(codes: Tensor, fmt: QuantFormat) -> Tensor:
+def decode(codes: Tensor, fmt: QuantFormat) -> Tensor:
+    """The numbers that codes stand for, in float32."""
     if fmt is QuantFormat.INT4:
         return (codes.to(torch.int32) ^ 8).to(torch.float32) - 8.0  # two's complement of four bits
     if fmt is QuantFormat.NF4:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from layerzero.backends.reference.feed_forward import activate
-from layerzero.backends.reference.quantize import E2M1_VALUES, LARGEST, NF4_VALUES, group_view, quantized
+from layerzero.backends.reference.quantize import E2M1_VALUES, LARGEST, NF4_VALUES, decode, group_view, quantized
 from layerzero.model.enums import QuantFormat
 from layerzero.model.packed import PackedWeight, activation_scheme
 from layerzero.model.quant import QuantizedTensor, QuantScheme
@@ -75,12 +75,7 @@ def _encode_e2m1(x: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 def _pairs(fmt: QuantFormat, device: torch.device) -> Tensor:
     """The float32 values of both halves of every byte, side by side, read as one int64."""
-    if fmt is QuantFormat.NF4:
-        values = torch.tensor(NF4_VALUES)
-    elif fmt is QuantFormat.INT4:
-        values = torch.tensor([float(code if code < 8 else code - 16) for code in range(16)])
-    else:
-        values = torch.tensor((*E2M1_VALUES, *(-value for value in E2M1_VALUES)))
+    values = decode(torch.arange(16, dtype=torch.uint8), fmt)
     byte = torch.arange(256)
     table = torch.stack((values[byte & 0xF], values[byte >> 4]), dim=-1).contiguous()
     return table.view(torch.int64).reshape(-1).to(device)
