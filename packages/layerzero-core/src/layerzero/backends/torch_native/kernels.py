@@ -60,8 +60,7 @@ def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def gemma_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add, then the norm of the sum in the stream's own dtype."""
     if x.dtype is residual.dtype is weight.dtype is torch.float32:
-        stream = x + residual
-        return torch.rms_norm(stream, (x.shape[-1],), 1.0 + weight, eps), stream
+        return add_rms_norm(x, residual, 1.0 + weight, eps)
     # torch adds mixed dtypes in the wider of the two, which here is as wide as the sum has to be.
     return wide_add_rms_norm(x, residual, 1.0 + weight.to(compute_dtype(residual, weight)), eps)
 
