@@ -59,10 +59,7 @@ def select(ctx: Context, world: World) -> Decision:
     told, doubts = _expected(standing, canonical, world, buckets)
     ranked = _ranked(standing, canonical, world, locked, told)
     chosen = ranked[0].kernel_id if ranked else ""
-    refusal: Reason | None = None
     notes: tuple[Reason, ...] = (*ctx.notes, *world.measurements.notes(canonical), *doubts)
-    if not chosen:
-        refusal = _refusal(canonical, locked, standing)
     is_fallback = chosen == spec.fallback_id and len(ranked) == 1 and len(standing) > 1 and not is_empty(canonical)
     if is_fallback:
         notes = (*notes, reason("FALLBACK_USED"))
@@ -82,7 +79,7 @@ def select(ctx: Context, world: World) -> Decision:
         fingerprint=world.fingerprint,
         policy_hash=world.policy.policy_hash,
         buckets=buckets,
-        refusal=refusal,
+        refusal=None if chosen else _refusal(canonical, locked, standing),
         pending=_pending(ranked, standing, canonical, world, locked, told, _NOT_READY),
         shadow=_pending(ranked, standing, canonical, world, locked, told, _SHADOW),
     )
