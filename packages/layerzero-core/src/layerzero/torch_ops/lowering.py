@@ -155,15 +155,14 @@ def variants(op: Op) -> list[Variant]:
             Variant(f"{op.op_id}_quantized", f"not isinstance({mixed[0]}, Tensor)", split, fixed),
             Variant(op.op_id, "True", ordered, fixed),
         ]
-    if op.lowered:
-        for name in [name for name, word in op.lowered.items() if word == "may be absent"]:
-            part = parts[name]
-            present = {**parts, name: part._replace(places=(part.places[0].replace("?", ""),))}
-            absent = {key: value for key, value in parts.items() if key != name}
-            return [
-                Variant(f"{op.op_id}_query", f"{name} is None", absent, {**fixed, name: "None"}, first_only=True),
-                Variant(op.op_id, "True", present, fixed),
-            ]
+    for name in [name for name, word in op.lowered.items() if word == "may be absent"]:
+        part = parts[name]
+        present = {**parts, name: part._replace(places=(part.places[0].replace("?", ""),))}
+        absent = {key: value for key, value in parts.items() if key != name}
+        return [
+            Variant(f"{op.op_id}_query", f"{name} is None", absent, {**fixed, name: "None"}, first_only=True),
+            Variant(op.op_id, "True", present, fixed),
+        ]
     fixed |= loose
     if "return_lse" not in given:
         return [Variant(op.op_id, "True", parts, fixed)]
