@@ -132,7 +132,7 @@ def figures() -> list[Figure]:
     crowd = max(len(list(folder.glob("test_*.py"))) for folder in ROOT.glob("packages/*/tests/**/") if folder.is_dir())
     readme = len((ROOT / "README.md").read_text(encoding="utf-8").splitlines())
     return [
-        Figure("Python lines of the core", lines(core), 36_000, 39_780),
+        Figure("Python lines of the core", lines(core), 36_000, 39_755),
         Figure("Python lines of all packages", lines(every), 78_000, 84_150),
         Figure("Python lines of the largest package that came later", max(later), 2_000, 2_000),
         Figure("source files of the core that name relu_and_mul", len(naming), 6, 6),
