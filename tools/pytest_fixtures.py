@@ -206,6 +206,10 @@ class HandClock:
         """The same in whole numbers, never twice the same one."""
         return int(self.now * 1e9) + next(_numbers)
 
+    def sleep(self, seconds: float) -> None:
+        """For threads that an earlier test has left to end by themselves: they wait in real time."""
+        time.sleep(seconds)
+
     def after(self, name: str, seconds: float, callback: Callable[[], None]) -> None:
         """Arm a timer, as `Timers.after` does."""
         self._armed[name] = (self.now + max(0.0, seconds), callback)
