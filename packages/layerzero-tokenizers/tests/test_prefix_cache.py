@@ -174,7 +174,7 @@ TWINS = {
 }  # fmt: skip
 
 
-@pytest.mark.req("R-TOK-04")
+@pytest.mark.req("R-TOK-04", "R-TOK-11", "R-CACHE-12")
 @pytest.mark.parametrize("part", TWINS)
 def test_tokenizers_that_differ_in_one_part_share_nothing(part):
     """Both in use at once, so no change of a file drops anything: the key alone keeps their ids apart."""
@@ -199,7 +199,7 @@ def test_tokenizers_that_differ_in_one_part_share_nothing(part):
     assert CACHE.stats().hits == before.hits + 8 and CACHE.stats().invalidated == before.invalidated
 
 
-@pytest.mark.req("R-TOKCTX-03", "R-CACHE-12")
+@pytest.mark.req("R-TOKCTX-03", "R-CACHE-12", "R-TOK-08")
 def test_namespaces_do_not_see_each_other(opened):
     one, two = opened("gpt2").within("a"), opened("gpt2").within("b")
     one.remember(PROMPT)
@@ -277,7 +277,7 @@ def test_hits_are_checked_again_one_in_ten_then_hundred_then_thousand():
     assert [n for n in checked if n > 1_100] == [2_000, 3_000, 4_000, 5_000]
 
 
-@pytest.mark.req("R-TOK-06", "R-FAIL-08")
+@pytest.mark.req("R-TOK-06", "R-FAIL-08", "R-TOK-08")
 def test_an_entry_that_went_wrong_is_found_and_everything_of_its_identity_dropped(caplog):
     class Engine:
         shift = 0

@@ -34,9 +34,21 @@ def test_a_model_folder_is_enough(tmp_path, make):
     assert lz.detokenize(wanted, str(model)) == TEXT
 
 
+@pytest.mark.req("R-TOK-08")
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "config.json"])
+def test_a_change_of_any_file_beside_the_model_is_noticed(tmp_path, make, name):
+    model = folder_of(tmp_path / "model", make, pad_token="<s>")
+    (model / "tokenizer_config.json").unlink()
+    for token in ("<s>", "</s>"):
+        (model / name).write_text(json.dumps({"pad_token": token}))
+        batch = lz.tokenize([TEXT, "a"], model, padding="longest")
+        assert batch.input_ids[1, -1] == make("gpt2").token_to_id(token)
+
+
 @pytest.mark.req("R-TOK-07")
-def test_a_sentencepiece_folder_is_told_by_its_file(tmp_path, make):
-    (tmp_path / "tokenizer.model").write_bytes(small.sp_bytes("bpe"))
+@pytest.mark.parametrize("file", ["tokenizer.model", "spiece.model", "sentencepiece.bpe.model"])
+def test_a_sentencepiece_folder_is_told_by_its_file(tmp_path, make, file):
+    (tmp_path / file).write_bytes(small.sp_bytes("bpe"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True}))
     sp = make("sp_bpe")
     assert lz.tokenize(TEXT, tmp_path) == [sp.bos_id(), *sp.encode(TEXT)]
@@ -100,10 +112,29 @@ def test_a_configuration_names_its_tokenizer(tmp_path, make):
     assert lz.tokenize(TEXT, {"name_or_path": str(model)}) == wanted
     assert lz.tokenize(TEXT, {"tokenizer_file": str(model / "tokenizer.json")}) == wanted
     assert lz.tokenize(TEXT, types.SimpleNamespace(name_or_path=str(model))) == wanted
+    transformers = pytest.importorskip("transformers")
+    transformers.GPT2Config(n_layer=1).save_pretrained(model)
+    assert lz.tokenize(TEXT, transformers.AutoConfig.from_pretrained(model)) == wanted
     for wrong in ({}, {"hidden_size": 3}, types.SimpleNamespace(), object(), 3):
         with pytest.raises(InvalidInputError) as caught:
             lz.tokenize(TEXT, wrong)
         assert caught.value.code == "TOKENIZER_UNKNOWN"
+
+
+@pytest.mark.req("R-TOK-07")
+def test_a_model_in_the_local_hub_cache_is_named_by_its_id(tmp_path, make, monkeypatch):
+    """As huggingface_hub keeps it: blobs, snapshots by commit, and a name for the latest. Nothing is fetched."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    kept = tmp_path / "models--someone--gpt2"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("0" * 40)
+    (kept / "snapshots").mkdir()
+    folder_of(kept / "snapshots" / ("0" * 40), make)
+    wanted = make("gpt2").encode(TEXT).ids
+    assert lz.tokenize(TEXT, "someone/gpt2") == lz.tokenize(TEXT, {"_name_or_path": "someone/gpt2"}) == wanted
+    with pytest.raises(InvalidInputError):
+        lz.tokenize(TEXT, "someone/else")
 
 
 def test_a_transformers_tokenizer_is_its_backend(make):

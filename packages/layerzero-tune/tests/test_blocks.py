@@ -57,6 +57,7 @@ def test_a_planned_layer_gives_the_layers_result_with_fewer_steps(measure: bool)
     torch.testing.assert_close(plan(*inputs(other)).double(), truth(other), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.req("R-PLAN-03")
 def test_biases_and_sixteen_bits_are_planned_too() -> None:
     biases = {"bq": torch.randn(HEADS * WIDTH), "bk": torch.randn(KV * WIDTH), "bv": torch.randn(KV * WIDTH)}
     t = layer(**biases)
@@ -244,6 +245,7 @@ def test_a_step_that_fails_falls_back_for_that_op_alone(lab: Any) -> None:
         assert kernel_id not in ran and any(name.split(".")[1] == kernel_id.split(".")[1] for name in ran)
 
 
+@pytest.mark.req("R-PLAN-03")
 def test_a_wrong_kernel_never_gets_into_a_measured_plan(lab: Any) -> None:
     lab.use(
         lab.kernel("liar.mlp.fast", lambda x, up, down, *rest: torch.zeros(*x.shape[:-1], down.shape[0]), priority=10.0)
@@ -255,6 +257,7 @@ def test_a_wrong_kernel_never_gets_into_a_measured_plan(lab: Any) -> None:
     torch.testing.assert_close(plan(*inputs(t)).double(), truth(t), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.req("R-PLAN-03")
 def test_packed_weights_follow_when_the_weights_are_written_to() -> None:
     t = layer()
     plan = lz.plan_block(BLOCK, t)
@@ -265,6 +268,7 @@ def test_packed_weights_follow_when_the_weights_are_written_to() -> None:
     torch.testing.assert_close(plan(*inputs(t)).double(), truth(t), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.req("R-PLAN-03")
 def test_weights_that_are_trained_are_not_packed_and_get_their_gradients() -> None:
     t = layer()
     for name in BLOCK.weights:

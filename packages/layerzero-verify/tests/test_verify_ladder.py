@@ -517,6 +517,7 @@ def test_numbers_made_here_are_of_the_size_a_trained_layer_has() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.slow
+@pytest.mark.req("R-PAR-01")
 def test_the_built_in_kernels_are_right_on_a_gpu() -> None:
     for backend in ("reference", "sdpa", "torch"):
         report = verify(device="cuda", backend=backend)
@@ -524,7 +525,7 @@ def test_the_built_in_kernels_are_right_on_a_gpu() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.req("R-PAR-13")
+@pytest.mark.req("R-PAR-01", "R-PAR-13")
 def test_the_quick_lane_is_green_for_every_built_in_kernel() -> None:
     report = verify(lane="quick", device="cpu")
     assert report.ok, "\n".join(map(str, report.failures))

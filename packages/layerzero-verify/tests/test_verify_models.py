@@ -252,6 +252,33 @@ def test_a_model_of_transformers_is_trained_within_the_same_bounds(
         assert "loss differs by" in last.detail if which == "loss" else last.stage == "lm_head.weight"
 
 
+@pytest.mark.req("R-PAR-09")
+def test_a_weight_of_a_model_beyond_its_bound_is_found_beside_one_that_differs_more_within_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Large weights may differ by more than small ones; looked at after 1, 5 and 20 steps."""
+    real, stepped_so_far = forward._stepped, 0
+
+    def stepped(module: Any, ids: torch.Tensor) -> float:
+        nonlocal stepped_so_far
+        stepped_so_far += 1
+        loss = real(module, ids)
+        with torch.no_grad():
+            module.lm_head.weight[2, 3], module.model.norm.weight[1] = 1e-3, 4.0
+            if stepped_so_far % 2:  # the truth comes second
+                module.lm_head.weight[2, 3] += 1.3e-5  # of 1e-5
+                module.model.norm.weight[1] += 3e-5  # of 5e-5
+        return loss
+
+    monkeypatch.setattr(forward, "_stepped", stepped)
+    torch.set_num_threads(1)
+    checks = list(forward.check_training("llama", models.made("llama"), SELECTED, CPU, "float32", steps=20))
+    assert [check.name for check in checks[1:]] == [f"weights after {count} steps" for count in (1, 5, 20)]
+    assert [check.threshold for check in checks[1:]] == [1e-5, 1e-3, 1e-2]
+    assert (checks[1].status, checks[1].stage) == (Status.FAIL, "lm_head.weight")
+    assert checks[2].status is checks[3].status is Status.OK
+
+
 @pytest.mark.req("R-PAR-05")
 def test_stage_diffs_with_a_models_own_weights() -> None:
     checks = list(check_stages("qwen", models.made("qwen"), SELECTED, CPU, "float32"))

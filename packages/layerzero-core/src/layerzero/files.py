@@ -1,15 +1,18 @@
-"""Writing files that other processes read: whole or not at all, and one writer at a time."""
+"""Files that others write or read: JSON without doubt; written whole or not at all, and by one writer at a time."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import stat
 import time
 import uuid
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _POLL_S = 0.02
 
@@ -19,6 +22,21 @@ def user_cache(name: str) -> Path:
     import platformdirs  # start-up time
 
     return Path(platformdirs.user_cache_dir("layerzero", appauthor=False)) / name
+
+
+def decode_strictly(text: str, twice: Callable[[str], Exception], constant: Callable[[str], Exception]) -> Any:
+    """JSON that somebody else wrote; `twice` and `constant` make the errors for a key given twice and for a NaN."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise twice(Counter(key for key, _ in pairs).most_common(1)[0][0])
+        return found
+
+    def refuse(word: str) -> Any:
+        raise constant(word)
+
+    return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -8,7 +8,6 @@ import functools
 import hashlib
 import json
 import typing
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -94,21 +93,6 @@ def _items(data: Any) -> Any:
     if not isinstance(data, (list, tuple, Mapping)):
         raise TypeError(f"expected a list, got {data!r}"[:200])
     return data.items() if isinstance(data, Mapping) else data
-
-
-def strict(text: str, twice: Callable[[str], Exception], constant: Callable[[str], Exception]) -> Any:
-    """JSON that somebody else wrote; `twice` and `constant` make the errors for a key given twice and for a NaN."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise twice(Counter(key for key, _ in pairs).most_common(1)[0][0])
-        return found
-
-    def refuse(word: str) -> Any:
-        raise constant(word)
-
-    return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
 
 
 def digest(value: Any, **how: Any) -> str:

@@ -295,7 +295,7 @@ def test_list_shows_each_kernel_once_and_says_which_can_be_used_here() -> None:
     assert "attention" in run("list", "--op", "attenton", code=2).stderr
 
 
-@pytest.mark.req("R-OPS-01")
+@pytest.mark.req("R-OPS-01", "R-API-19")
 def test_list_names_the_reason_of_a_kernel_that_cannot_be_used(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from layerzero_verify.testing.fakes import capabilities
 

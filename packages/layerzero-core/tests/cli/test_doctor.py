@@ -199,7 +199,7 @@ def _judged(spec: BackendSpec = _SPEC, result: ProbeResult = _GOOD) -> Check:
     return check_backends.judge_probe("vendor", spec, _RECORD, result)
 
 
-@pytest.mark.req("R-BK-OT-02")
+@pytest.mark.req("R-BK-OT-02", "R-OPS-01")
 def test_where_metadata_and_probe_disagree_the_mismatch_is_flagged() -> None:
     assert _judged().status == "ok"
     missing = reason("BACKEND_NOT_INSTALLED", "libvendor", "libvendor")
@@ -453,8 +453,12 @@ def test_a_corrupt_quarantine_that_was_set_aside_when_the_kernels_were_listed_is
     assert lz.doctor(probe=False).check("quarantine").code == "CACHE_CORRUPT"
 
 
+@pytest.mark.req("R-OPS-01", "R-API-19")
 def test_a_kernel_that_could_not_be_bound_in_this_process_is_a_failure() -> None:
     lz.list_kernels()
     state.unbindable("sdpa.attention.math", reason("BACKEND_IMPORT_FAILED", "ImportError: no libc"))
     check = lz.doctor(probe=False).check("sdpa.attention.math", "health")
     assert check.status == "fail" and "no libc" in check.message
+    usable = {kernel.kernel_id for kernel in lz.list_kernels("attention", available=True)}
+    assert "sdpa.attention.math" not in usable and "reference.attention.plain" in usable
+    assert "sdpa.attention.math" in {kernel.kernel_id for kernel in lz.list_kernels("attention", available=False)}

@@ -18,7 +18,7 @@ from layerzero.model.enums import GPUGeneration, InstructionFamily, Platform
 H100 = named_device("h100", torch_version="2.13.0", cuda_version="13.0", driver_version="580.65.06")
 
 
-@pytest.mark.req("R-CORE-20")
+@pytest.mark.req("R-CORE-20", "R-DEV-03")
 def test_spec_has_the_fields_of_the_specification_and_is_frozen() -> None:
     assert (H100.device_type, H100.sm_version, H100.gpu_generation) == ("cuda", 90, GPUGeneration.HOPPER)
     assert H100.tensor_core_generation == 4 and type(H100.tensor_core_generation) is int

@@ -128,6 +128,25 @@ def test_the_copies_of_adapted_inputs_are_part_of_the_estimate() -> None:
         assert said.total == said.workspace + said.temporaries > said.temporaries
 
 
+@pytest.mark.req("R-MEM-01")
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        ("cast:float32->bfloat16", {}), ("mask:causal", {"is_causal": True}), ("mask:window", {"window": (16, 0)}),
+        ("mask:alibi", {"alibi_slopes": torch.ones(8)}),
+    ],
+)  # fmt: skip
+def test_casts_and_masks_are_estimated_as_what_they_take(step: str, words: dict[str, Any]) -> None:
+    q = torch.randn(2, 8, 256, 64)
+    names = public_op("attention").arguments[3:11]
+    rest = [words.get(name, {"dropout_p": 0.0, "is_causal": False, "return_lse": False}.get(name)) for name in names]
+    ctx = describe(public_op("attention"), (q, q, q, *rest), "BHSD", None, current_world())
+    run = adapt(lambda a, b, c, *rest: a.new_zeros(()), ctx, [step], True)
+    _, peak = measured_peak(lambda: run(q, q, q, *rest))
+    said = estimate(current_world().registry.kernels["sdpa.attention.flash_cpu"], ctx, [Step(step)])
+    assert 0 < peak <= said.temporaries + SMALL_CHANGE and said.temporaries <= 2 * peak, (peak, said)
+
+
 class Step:
     def __init__(self, name: str) -> None:
         self.name = name

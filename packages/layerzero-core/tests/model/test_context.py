@@ -47,7 +47,9 @@ def test_no_layout_is_guessed_where_one_is_given_and_never_by_a_call() -> None:
             assert (given.layout, given.num_heads, given.seq_len_q) == (layout, heads, length) and not given.notes
         asked = lz.explain("attention", q, q, q).context
         assert (asked.layout, asked.num_heads, asked.notes) == (Layout.BHSD, 64, ())
-        out = lz.attention(q, q, q)
+        assert lz.explain("attention", q, q, q, layout=None).context.layout is Layout.BHSD  # not said is the default
+        out = lz.attention(q, q, q, layout=None)
+        assert torch.equal(lz.attention(q, q, q), out)
     wide = q.double()
     want = torch.nn.functional.scaled_dot_product_attention(wide, wide, wide)
     torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)

@@ -533,6 +533,7 @@ def test_every_model_dumps_to_json() -> None:
         Policy(rules=(deny,), locks=(("attention", "b.attention.k"),)),
         Op(function=squared, describe=lambda call: context()),
     ]
+    assert all(hasattr(item, "to_json") for item in models)
     found = [part for item in models for part in parts(item) if hasattr(part, "to_json")]
     for item in found:
         shown = item.to_json()

@@ -214,6 +214,14 @@ def test_the_hash_follows_the_content_and_nothing_else(tmp_path: Path) -> None:
     assert load_capabilities(file).hash == first, "order and white space do not count"
     assert load_capabilities(changed("ops/attention/0/priority", 71)).hash != first
     assert len(first) == 64
+    for part, other in {
+        "platforms": ["cpu"],
+        "vendor": {"dist": "another"},
+        "isolation": {},
+        "generation_map": {},
+    }.items():
+        assert FULL.get(part) != other
+        assert load_capabilities({**FULL, part: other}).hash != first, part
 
 
 @pytest.mark.req("R-CAP-03", "R-REG-06")

@@ -364,6 +364,7 @@ def test_a_vendor_of_a_wrong_version_is_refused_with_both_versions() -> None:
     loaded = load(entry("mine", capabilities("mine", vendor={"dist": "pluggy", "version": ">=99"})))
     why = record(loaded, "mine").reasons[0]
     assert (why.code, why.value, why.limit) == ("BACKEND_VERSION_MISMATCH", f"pluggy {installed}", ">=99")
+    assert record(loaded, "mine").state == "unavailable" and not loaded.registry.available("mine")
     right = load(entry("mine", capabilities("mine", vendor={"dist": "pluggy", "version": ">=1"})))
     assert record(right, "mine").state == "ok"
     assert right.registry.backends["mine"].vendor_version == installed

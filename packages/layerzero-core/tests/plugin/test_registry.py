@@ -153,7 +153,7 @@ def test_another_descriptor_is_another_cache_key_and_an_equal_one_is_found_again
     assert chosen(99.0) == ("own.rms_norm.plain", 0)
 
 
-@pytest.mark.req("R-CORE-19")
+@pytest.mark.req("R-CORE-19", "R-DEV-03")
 def test_a_backend_spec_keeps_what_it_is_told_and_the_registry_obeys_it() -> None:
     why = reason("BACKEND_NOT_INSTALLED", "libb", "libb")
     told: dict[str, Any] = {
@@ -178,3 +178,6 @@ def test_a_backend_spec_keeps_what_it_is_told_and_the_registry_obeys_it() -> Non
     mine = dataclasses.replace(spec, generations=DEFAULT_GENERATIONS.override({"90": {"generation": "ada_lovelace"}}))
     assert mine.sees(gpu(90)).gpu_generation is GPUGeneration.ADA_LOVELACE and mine.sees(gpu(80)) == gpu(80)
     assert spec.sees(gpu(90)) == gpu(90) and gpu(90).gpu_generation is GPUGeneration.HOPPER
+    told = DEFAULT_GENERATIONS.override({"90": {"tensor_core_generation": 3}})
+    seen = dataclasses.replace(spec, generations=told).sees(gpu(90))
+    assert (seen.tensor_core_generation, gpu(90).tensor_core_generation) == (3, 4)

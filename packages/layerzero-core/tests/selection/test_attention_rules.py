@@ -54,6 +54,15 @@ def codes(name: str, ctx: Context) -> set[str]:
     return {why.code.value for why in ON_GPU[name].check(ctx)}
 
 
+@pytest.mark.req("R-GEN-03")
+@pytest.mark.parametrize("sm", [100, 103])
+def test_on_datacenter_blackwell_flash_attention_4_comes_before_the_kernels_of_all_packages(sm: int) -> None:
+    calls = [call(sm, "bfloat16", 128, layout=layout) for layout in (Layout.BHSD, Layout.BSHD)]
+    fitting = [kernel for kernel in ON_GPU.values() if not all(kernel.check(ctx) for ctx in calls)]
+    best = max(fitting, key=lambda kernel: kernel.priority)
+    assert best.backend == "flashattn4" and len({kernel.backend for kernel in fitting}) >= 5
+
+
 def test_the_kernels_are_those_of_the_workspace() -> None:
     assert {"sdpa.attention.flash", "sdpa.attention.efficient", "sdpa.attention.cudnn"} <= set(FUSED)
     assert PLAIN <= set(KERNELS) and "sdpa.attention.flash" in LIMITED

@@ -35,7 +35,7 @@ def three(lab: Any) -> Any:
     return lab
 
 
-@pytest.mark.req("R-SEL-01")
+@pytest.mark.req("R-SEL-01", "R-SEL-05")
 def test_kernels_are_filtered_then_scored_the_best_is_taken_and_the_choice_is_kept(three: Any) -> None:
     state.counters.reset()
     decision = lz.select("rms_norm", X, W)

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from layerzero.json_form import strict
+from layerzero.files import decode_strictly
 from layerzero_hub.errors import refuse
 
 _PART = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9])?\Z")
@@ -131,7 +131,7 @@ def strict_json(raw: bytes, code: str, where: str, most: int) -> Any:
     if len(raw) > most:
         raise refuse(code, where, f"larger than {most} bytes")
     try:
-        return strict(
+        return decode_strictly(
             raw.decode("utf-8"),
             lambda key: refuse(code, key, "the key stands twice"),
             lambda word: refuse(code, where, f"{word} is no JSON"),

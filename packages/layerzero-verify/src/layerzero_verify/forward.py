@@ -297,7 +297,7 @@ def check_training(
             if step == count:
                 pairs = zip(ours.named_parameters(), theirs.parameters(), strict=True)
                 reports = {name: compare(a.detach(), b.detach(), limit(weights)) for (name, a), b in pairs}
-                worst = max(reports, key=lambda name: reports[name].max_abs)
+                worst = max(reports, key=lambda name: (not reports[name].ok, reports[name].max_abs))
                 check = call.compared(f"weights after {step} steps", reports[worst], stage=worst, served=call.served)
                 off = abs(loss - want)
                 if not off < losses:

@@ -265,7 +265,7 @@ def _canonical(given: dict[str, Any]) -> tuple[Any, ...]:
 def _describe(call: Call) -> Context:
     args = ATTENTION.lengthen(call.args)
     query, key, value, mask, dropout_p, *_ = args
-    named: dict[str, Any] = dict(zip(ATTENTION.arguments, args, strict=True)) | {"layout": call.layout}
+    named: dict[str, Any] = dict(zip(ATTENTION.arguments, args, strict=True)) | {"layout": call.layout or Layout.BHSD}
     ctx = attention_context(**named, backend=call.backend, device=call.device, requires_grad=call.needs_grad)
     if call.device.platform is Platform.CUDA and query.is_cuda:
         return replace(ctx, vetoed=_vetoed(query, key, value, mask, dropout_p, ctx))

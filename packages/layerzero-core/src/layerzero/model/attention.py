@@ -90,17 +90,19 @@ def band(
         return None
     shift = 0 if is_causal is True else seq_k - seq_q
     q_pos = torch.arange(seq_q, device=device).unsqueeze(-1) + shift
-    return inside(torch.arange(seq_k, device=device) - q_pos, is_causal, window)
+    return inside(torch.arange(seq_k, device=device), q_pos, is_causal, window)
 
 
-def inside(ahead: Tensor, is_causal: bool | str, window: tuple[int, int] | None) -> Tensor:
-    """Where the causal triangle and the window let attend a key that lies this far ahead of the query."""
+def inside(keys: Tensor, queries: Tensor, is_causal: bool | str, window: tuple[int, int] | None) -> Tensor:
+    """Where the causal triangle and the window let a query attend a key, by their positions, which broadcast."""
     import torch
 
     left, right = window if window is not None else (-1, -1)
-    found = ahead <= 0 if is_causal else torch.ones_like(ahead, dtype=torch.bool)
+    right = 0 if is_causal else right
+    # Compared as they are: a table of distances would take eight bytes for each of the answers.
+    found = keys <= queries + right if right >= 0 else None
     if left >= 0:
-        found = found & (ahead >= -left)
-    if right >= 0:
-        found = found & (ahead <= right)
-    return found
+        near = keys >= queries - left
+        return near if found is None else found.logical_and_(near)
+    shape = torch.broadcast_shapes(keys.shape, queries.shape)
+    return torch.ones(shape, dtype=torch.bool, device=keys.device) if found is None else found

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 
 from layerzero import errors, json_form
 from layerzero.errors import CapabilitiesError
+from layerzero.files import decode_strictly
 from layerzero.model.formula import Formula
 from layerzero.reasons import ReasonCode
 
@@ -217,7 +218,7 @@ def decoded(data: bytes) -> Mapping[str, Any]:
     """The object the bytes stand for: plain JSON, no key twice, no NaN."""
     try:
         text = data.removeprefix(_BOM).decode()
-        found = json_form.strict(
+        found = decode_strictly(
             text,
             lambda key: fail(key[:80], "the key stands there twice", value=key),
             lambda word: fail("", f"{word} is not a JSON number", value=word),

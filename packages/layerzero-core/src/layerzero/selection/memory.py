@@ -96,7 +96,7 @@ def _copied(step: str, ctx: Context) -> int:
         return cached(ctx) * element_bytes(how.partition("->")[2])
     if kind == "mask":
         heads = _product(ctx, "batch", "num_heads") if how in ("alibi", "mask") else 1
-        return heads * _product(ctx, "seq_len_q", "seq_len_k") * (1 if how in ("causal", "window") else size)
+        return heads * _product(ctx, "seq_len_q", "seq_len_k") * {"causal": 1, "window": 2}.get(how, size)
     if kind == ISOLATED:
         return 2 * _inputs(ctx) * size  # what is sent, and as much again for what comes back
     return 0  # a change of layout is a view

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch
 
 from layerzero.errors import ConfigurationError
-from layerzero.json_form import plain, strict
+from layerzero.files import decode_strictly
+from layerzero.json_form import plain
 
 _MAX_BYTES = 16 * 1024 * 1024
 MISSING: Any = object()
@@ -44,7 +45,7 @@ def read_text(path: Path) -> str:
 def parse_json(text: str, where: str) -> Any:
     """JSON without duplicate keys and without NaN; every refusal names the place."""
     try:
-        return strict(
+        return decode_strictly(
             text,
             lambda key: ValueError(f"duplicate key {key!r}"),
             lambda word: ValueError(f"{word} is not JSON"),

@@ -121,7 +121,7 @@ def varlen_masked(
     ends = own_q + lengths[seq_q]  # positions aligned to the end of the keys
     starts = own_q if is_causal is True else ends
     together = (seq_q.unsqueeze(-1) == seq_k) & (seq_k < cu_seqlens_k.shape[0] - 1)
-    mask = keep = together & inside(own_k - starts.unsqueeze(-1), is_causal, window)
+    mask = keep = together & inside(own_k, starts.unsqueeze(-1), is_causal, window)
     if alibi_slopes is not None:
         slopes = pad(alibi_slopes, (0, 0, 0, 1))[seq_q].t() if alibi_slopes.dim() == 2 else alibi_slopes.unsqueeze(-1)
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -265,7 +265,7 @@ def _on_device(query: Tensor, key_cache: Tensor, value_cache: Tensor, batch: Pag
     last = position if is_causal else position + behind.unsqueeze(-1)  # the newest token of the sequence
     allowed = slot <= last
     if window is not None:
-        allowed &= inside(slot - position, False, window)
+        allowed &= inside(slot, position, False, window)
     keys, values = scaled(keys, k_scale, query), scaled(values, v_scale, query)
     mask = allowed[:, None, None, :]
     if alibi_slopes is not None:
