@@ -104,5 +104,4 @@ def inside(keys: Tensor, queries: Tensor, is_causal: bool | str, window: tuple[i
     if left >= 0:
         near = keys >= queries - left
         return near if found is None else found.logical_and_(near)
-    shape = torch.broadcast_shapes(keys.shape, queries.shape)
-    return torch.ones(shape, dtype=torch.bool, device=keys.device) if found is None else found
+    return torch.ones_like(keys == queries) if found is None else found
