@@ -97,9 +97,10 @@ def inside(keys: Tensor, queries: Tensor, is_causal: bool | str, window: tuple[i
     """Where the causal triangle and the window let a query attend a key, by their positions, which broadcast."""
     import torch
 
-    left, right = window if window is not None else (-1, -1)
+    # No further than integers that positions can be added to.
+    left, right = (min(side, 1 << 62) for side in window) if window is not None else (-1, -1)
     right = 0 if is_causal else right
-    # Compared as they are: a table of distances would take eight bytes for each of the answers.
+    # Compared as they are: a table of distances would take eight bytes for each answer.
     found = keys <= queries + right if right >= 0 else None
     if left >= 0:
         near = keys >= queries - left
