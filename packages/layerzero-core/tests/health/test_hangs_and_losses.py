@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,16 +23,6 @@ LOST = RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
 def phase(name: str) -> BreakerPhase:
     return state.health.snapshot().state(name).phase
-
-
-@pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Quarantine]:
-    """A quarantine of the test's own."""
-    monkeypatch.setenv("LAYERZERO_QUARANTINE", str(tmp_path / "quarantine.json"))
-    monkeypatch.setenv("LAYERZERO_PLUGINS", "")
-    lz.reset()
-    yield Quarantine(tmp_path / "quarantine.json")
-    lz.reset()
 
 
 @pytest.mark.req("R-HLTH-03", "R-FAIL-10")

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -472,15 +471,6 @@ def test_a_fault_handler_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
 
 
 # -- what people see --------------------------------------------------------------------------------
-@pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Quarantine]:
-    monkeypatch.setenv("LAYERZERO_QUARANTINE", str(tmp_path / "quarantine.json"))
-    monkeypatch.setenv("LAYERZERO_PLUGINS", "")
-    lz.reset()
-    yield Quarantine(tmp_path / "quarantine.json")
-    lz.reset()
-
-
 def lz_cli(*words: str) -> tuple[int, Any]:
     done = CliRunner().invoke(cli, [*words, "--json"])
     return done.exit_code, json.loads(done.stdout)

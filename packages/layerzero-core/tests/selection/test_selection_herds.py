@@ -16,6 +16,16 @@ from layerzero.selection.world import Measurements
 from tools.threads import run_threads, wait_until
 
 
+def invalidate(cache: SelectionCache[str, str], how: str) -> None:
+    """Everything, the shard of "key", or "key" alone."""
+    if how == "all":
+        cache.invalidate_all()
+    elif how == "shard":
+        cache.invalidate_shard(shard_index("key"))
+    else:
+        cache.invalidate("key")
+
+
 @pytest.mark.req("R-CACHE-05")
 def test_one_thread_computes_and_the_others_receive_its_result() -> None:
     cache: SelectionCache[str, object] = SelectionCache()
@@ -146,12 +156,7 @@ def test_a_result_computed_before_an_invalidation_is_neither_stored_nor_shared_a
             assert cache.get_or_compute("key", old) == "old"  # asked before: the answer of then
             return
         started.wait(60)
-        if how == "all":
-            cache.invalidate_all()
-        elif how == "shard":
-            cache.invalidate_shard(shard_index("key"))
-        else:
-            cache.invalidate("key")
+        invalidate(cache, how)
         late.append(cache.get_or_compute("key", lambda: "new"))  # must not wait for the old computation
         go.set()
 
@@ -167,12 +172,7 @@ def test_an_invalidation_during_a_computation_keeps_its_result_out(how: str) -> 
     cache: SelectionCache[str, str] = SelectionCache()
 
     def compute() -> str:
-        if how == "all":
-            cache.invalidate_all()
-        elif how == "shard":
-            cache.invalidate_shard(shard_index("key"))
-        else:
-            cache.invalidate("key")
+        invalidate(cache, how)
         return "old"
 
     assert cache.get_or_compute("key", compute) == "old"

@@ -72,9 +72,10 @@ class RankChoices:
 
     def requires(self, ctx: Context) -> Context:
         """The context as a member of a tensor-parallel group that wants results independent of its size."""
-        group, needs = self.group, ctx.needs | {"tp_invariant"}
-        wanted = self.tp_invariant and len(group) > 1
-        return replace(ctx, tp_size=len(group), tp_rank=group.index(self.rank), needs=needs) if wanted else ctx
+        if not self.tp_invariant or len(self.group) < 2:
+            return ctx
+        ranks, needs = self.group, ctx.needs | {"tp_invariant"}
+        return replace(ctx, tp_size=len(ranks), tp_rank=ranks.index(self.rank), needs=needs)
 
     def settle(self, decision: Decision) -> Decision:
         """The decision that holds for the group; the given one where nobody else has a say."""
