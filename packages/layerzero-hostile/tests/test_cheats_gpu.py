@@ -24,8 +24,10 @@ def test_work_on_a_stream_that_nobody_waits_for_is_refused(tmp_path: Path, monke
     assert codes["honest"] is None
     assert codes["cached_by_pointer"] == CHEATS["cached_by_pointer"][0]
     assert codes["memory_of_the_last_result"] == "HOSTILE_UNWRITTEN"
+    # Which phase first reads a result that is not there yet is a matter of the moment.
+    unfinished = ("HOSTILE_UNFINISHED", "HOSTILE_UNWRITTEN", "HOSTILE_STALE", "HOSTILE_TIMED")
     for name in names[:2]:
-        assert codes[name] in ("HOSTILE_UNFINISHED", "HOSTILE_UNWRITTEN", "HOSTILE_STALE"), (name, codes[name])
+        assert codes[name] in unfinished, (name, codes[name])
 
 
 def test_no_kernel_of_ours_is_refused_on_a_gpu() -> None:

@@ -361,6 +361,31 @@ def test_a_large_error_that_a_kernel_declares_itself_is_not_believed(planted: Pl
     assert planted.entries()
 
 
+@pytest.mark.parametrize("forgotten", [0, 1])
+@pytest.mark.parametrize("scale", [1.0, 10.0, 30.0])
+def test_large_numbers_put_no_right_kernel_away_and_hide_no_wrong_one(
+    planted: Planted, scale: float, forgotten: int
+) -> None:
+    """One that rounds probabilities to bfloat16, as kernels on GPUs do, is off by their step times the largest value:
+    beyond the table's bounds, but not much further off than torch's."""
+
+    def rounding(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
+        scores = q.float() @ k.float().mT / 8
+        scores[..., scores.shape[-1] - forgotten :] = -torch.inf
+        return (scores.softmax(-1).to(v.dtype).float() @ v.float()).to(v.dtype)
+
+    planted.kernel("attention", rounding, dtypes=["bfloat16"], features=["mha"])
+    for seed in range(3):
+        planted.start()
+        torch.manual_seed(seed)
+        q, k, v = ((torch.randn(1, 4, 128, 64) * scale).bfloat16() for _ in range(3))
+        wide = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+        assert (lz.attention(q, k, v) - wide).abs().max() < 0.02 * scale
+        assert planted.calls[:1] == ["acme.attention.fast"]
+        assert bool(planted.entries()) == bool(forgotten)
+        planted.quarantine.unlink(missing_ok=True)
+
+
 def test_a_kernel_that_raises_is_charged_and_not_trusted(planted: Planted) -> None:
     def raises(*args: Any) -> Any:
         raise ValueError("not today")

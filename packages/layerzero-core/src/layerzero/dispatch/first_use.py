@@ -48,6 +48,7 @@ LONGEST_US = 20_000.0
 
 _MIB = 1 << 20
 _MOST_DECLARED = 0.25  # of the error a kernel declares itself no more is believed
+_TIMES_TORCHS = 3  # as far from float64 as torch's kernel is on the same numbers is never wrong
 
 _one = fresh_lock()
 _hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
@@ -193,6 +194,9 @@ def _on_call(case: _Case, base: _Base) -> tuple[Verdict, Served]:
                 return Verdict(wrong is None, error, wrong or ""), served
             # Two results of sixteen bits may differ by the error of both: the reference in float64 says who is wrong.
             judged = _judged(spec, ctx, bound, before)
+            if judged.why.startswith("off"):  # the table is for numbers of usual size: how far off is torch on these?
+                most = _TIMES_TORCHS * _judged(spec, ctx, base.bound(base.kernel_id), before).max_error
+                judged = Verdict(True, judged.max_error) if judged.max_error <= most else judged
             return (judged if judged.ok is not None else Verdict(False, error, wrong)), served
     except Exception as raised:
         return _raised(ctx, bound, raised, args), served
@@ -393,9 +397,7 @@ def _differs(
                 return "other values", worst
             continue
         row = tolerance(ctx.op, left.dtype, k=reduction(args))
-        if gradient and row.exact:
-            row = tolerance("gradient", left.dtype)
-        found = compare(left, right, row)
+        found = compare(left, right, tolerance("gradient", left.dtype) if gradient and row.exact else row)
         worst = max(worst, found.max_abs)
         if not found.ok:
             what = "gradient off" if gradient else "off"

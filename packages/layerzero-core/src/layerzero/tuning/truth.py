@@ -189,8 +189,7 @@ def _leaf(item: Any) -> Any:
 
 def reduction(args: tuple[Any, ...]) -> int:
     """The length of the longest sum: the last axis of the first tensor, or of the second for a product."""
-    sizes = [item.shape[-1] for item in args[:2] if isinstance(item, Tensor) and item.ndim]
-    return max([*sizes, 1])
+    return max([1, *(item.shape[-1] for item in args[:2] if isinstance(item, Tensor) and item.ndim)])
 
 
 def gradients(result: Any, args: tuple[Any, ...]) -> list[Tensor]:
