@@ -41,17 +41,17 @@ test: lint ## ruff and the short tests: about eight minutes on two cores from a 
 	@mkdir -p build/junit && rm -f build/junit/*.xml
 	$(PYTEST) -m short --junitxml=build/junit/short.xml
 
-# `make check TESTED=yes` leaves out what the `make test` before it has shown
+# `make check TESTED=yes` leaves out what the `make test` before it has shown. Types and fuzzing take one core each and run beside the tests.
 check: $(if $(TESTED),setup,test) ## everything a change must pass: test, then import contracts, types, the longer tests, wheels, fuzzing, pages
 	$(BIN)/lint-imports --no-logo --cache-dir build/import-linter
-	$(BIN)/mypy --cache-dir build/mypy
-	$(PYTEST) -m check --junitxml=build/junit/check.xml
-	@mkdir -p build/check
-	setsid $(FUZZ) >build/check/fuzz.log 2>&1 & fuzz=$$!; trap 'kill -- "-$$fuzz" 2>/dev/null || true' EXIT; \
+	@mkdir -p build/check && rm -f build/check/*.log
+	setsid nice bash -c '$(BIN)/mypy --cache-dir build/mypy >build/check/types.log 2>&1 && $(FUZZ) >build/check/fuzz.log 2>&1' & beside=$$!; \
+	trap 'kill -- "-$$beside" 2>/dev/null || true' EXIT; \
+	$(PYTEST) -m check --junitxml=build/junit/check.xml; \
 	$(MAKE) --no-print-directory wheels >build/check/wheels.log 2>&1 || { tail -n 50 build/check/wheels.log; exit 1; }; \
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/plugins tests/docs/test_site.py -m "slow or integration" --junitxml=build/junit/plugins.xml; \
-	wait $$fuzz || { tail -n 30 build/check/fuzz.log; exit 1; }; \
-	cut -d, -f1 build/check/fuzz.log
+	wait $$beside || { tail -n 50 build/check/types.log build/check/fuzz.log; exit 1; }; \
+	tail -n 1 build/check/types.log; cut -d, -f1 build/check/fuzz.log
 	$(PY) -m tools.check_docs
 	$(PY) -m tools.house
 	$(PY) -m tools.requirements

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import importlib
 import os
+import pkgutil
 import random
 import signal
 import sys
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+import layerzero
 import layerzero as lz
 from layerzero.health.breaker import HealthRegistry
 from layerzero.policy.layers import merge
@@ -451,3 +454,46 @@ def test_what_ran_in_one_scope_is_not_told_of_another():
         lz.rms_norm(x)
         assert lz.explain("rms_norm", x).ran == "reference.rms_norm.plain"
     assert lz.explain("rms_norm", x).ran == usual != "reference.rms_norm.plain"
+
+
+@pytest.mark.req("R-CONC-03")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:This process")
+def test_no_lock_of_a_module_is_held_in_a_forked_child() -> None:
+    """Locks that live as long as the process, whichever thread holds them when it forks."""
+    for found in pkgutil.walk_packages(layerzero.__path__, "layerzero."):
+        importlib.import_module(found.name)
+    kinds = type(threading.Lock()), type(threading.RLock())
+    locks = {
+        f"{module.__name__}.{name}": value
+        for module in list(sys.modules.values())
+        for name, value in list(vars(module).items())
+        if getattr(module, "__name__", "").split(".")[0] == "layerzero" and isinstance(value, kinds)
+    }
+    assert len(locks) > 8
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with contextlib.ExitStack() as stack:
+            for lock in {id(lock): lock for lock in locks.values()}.values():
+                stack.enter_context(lock)
+            held.set()
+            forked.wait(100)
+
+    thread = threading.Thread(target=hold, daemon=True)
+    thread.start()
+    assert held.wait(100)
+    told, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.alarm(60)
+            os.write(tell, " ".join(name for name, lock in locks.items() if not lock.acquire(timeout=0.1)).encode())
+        finally:
+            os._exit(0)
+    os.close(tell)
+    forked.set()
+    os.waitpid(pid, 0)
+    thread.join(100)
+    with os.fdopen(told) as lines:
+        assert lines.read() == ""

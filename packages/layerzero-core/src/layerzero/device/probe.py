@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ _PLATFORMS = {"mps": Platform.MPS, "xpu": Platform.XPU, "hpu": Platform.HPU, "me
 _VENDORS = {"mps": "apple", "xpu": "intel", "hpu": "habana"}
 _NAME = re.compile(r"^([a-z_][a-z0-9_]*)(?::(\d+))?$")
 
-_lock = threading.Lock()
 _cache: dict[tuple[str, int], DeviceSpec] = {}
 
 
@@ -52,10 +50,7 @@ def probe_device(
     if kept and (kind, index) in _cache:
         return _cache[kind, index]
     spec = replace(_describe(torch, kind, index, generations), backend_versions=backend_versions())
-    if kept:
-        with _lock:
-            spec = _cache.setdefault((kind, index), spec)
-    return spec
+    return _cache.setdefault((kind, index), spec) if kept else spec
 
 
 def probe_devices(*, torch: Any = None) -> tuple[DeviceSpec, ...]:

@@ -16,7 +16,6 @@ import importlib
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -31,6 +30,7 @@ from layerzero.dispatch.adapt import adapt
 from layerzero.dispatch.bind import own_layout, resolve
 from layerzero.dispatch.compiling import Made
 from layerzero.errors import BackendNotAvailableError
+from layerzero.forking import fresh_lock
 from layerzero.isolation.compilers import IDLE_S, compilers, order_text
 from layerzero.isolation.wire import ChildError, ChildOutOfMemory, IsolationFault, Unsendable
 from layerzero.jit import cache as jit_cache
@@ -259,7 +259,7 @@ def _failed(artifact: Artifact, error: IsolationFault, began: int) -> Reason:
 
 
 # -- loads ---------------------------------------------------------------------------------------
-_loading = threading.Lock()
+_loading = fresh_lock()
 _last_load = -_APART_S
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +20,7 @@ from layerzero.dispatch import modes
 from layerzero.dispatch.bind import Bound, bind
 from layerzero.dispatch.failover import excuse
 from layerzero.errors import from_outside
+from layerzero.forking import fresh_lock
 from layerzero.model.context import Context
 from layerzero.model.decision import Decision
 from layerzero.model.op import OperationSpec
@@ -33,7 +33,7 @@ from layerzero.selection.world import World
 
 _log = logging.getLogger("layerzero.health")
 
-_lock = threading.Lock()
+_lock = fresh_lock()
 _good: dict[tuple[str, str], int] = {}
 
 

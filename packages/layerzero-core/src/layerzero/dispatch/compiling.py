@@ -27,6 +27,7 @@ from torch import Tensor
 
 from layerzero import env
 from layerzero.errors import BackendNotAvailableError, LayerZeroError, from_outside
+from layerzero.forking import fresh_lock
 from layerzero.jit import cache as jit_cache
 from layerzero.jit.index import Index, with_hopeless
 from layerzero.jit.queue import Queue
@@ -317,7 +318,7 @@ def _cudart() -> Any:
         return None
 
 
-_turns = threading.Lock()
+_turns = fresh_lock()
 _before: list[float] = []  # the interpreter's turns when each one under way began
 
 
@@ -335,15 +336,14 @@ def short_turns() -> Iterator[None]:
         yield
     finally:
         with _turns:
-            usual = _before[0]
-            _before.pop()
+            usual = _before.pop()
             if not _before:  # the last one to end
                 sys.setswitchinterval(usual)
 
 
 # -- beside the requests -------------------------------------------------------------------------
 _queue: Queue | None = None
-_making = threading.Lock()
+_making = fresh_lock()
 
 
 def queue() -> Queue:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from layerzero import companions
 from layerzero.dispatch import compiling as jit
 from layerzero.errors import invalid
+from layerzero.forking import fresh_lock
 from layerzero.model.context import Context
 from layerzero.model.device import DeviceSpec
 from layerzero.recording.tally import Tally
@@ -32,7 +32,7 @@ class Recording:
         return Traffic.of(self._tally)
 
 
-_recording = threading.Lock()
+_recording = fresh_lock()
 
 
 @contextmanager

@@ -21,12 +21,13 @@ from torch.nn import Parameter
 
 from layerzero.dispatch import modes
 from layerzero.dispatch.hot import aside, watched
+from layerzero.forking import fresh_lock
 from layerzero.model.op import Op
 from layerzero.torch_ops import declared
 from layerzero.torch_ops.functions import functions
 from layerzero.torch_ops.opaque import OpaqueOp, bare, narrowed, present, uncounted
 
-_lock = threading.RLock()
+_lock = fresh_lock(threading.RLock)
 _library: Any = None
 _complete = False
 _namespace = torch._ops._OpNamespace("layerzero")
