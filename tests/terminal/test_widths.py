@@ -19,7 +19,7 @@ import layerzero as lz
 from layerzero.device.catalogue import named_device
 from layerzero.model.context import Context
 from layerzero.model.enums import Platform as DevicePlatform
-from layerzero.perfdb.measurement import Measurement, Platform
+from layerzero.perfdb.measurement import Measurement, Platform, Surroundings
 from layerzero.perfdb.store import PerfDB
 from layerzero.public.checks import Check, DoctorReport
 from layerzero.reasons import ReasonCode
@@ -132,6 +132,7 @@ def test_the_end_of_tune(width: int, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert "recorded with 4 threads and timed with 2, which counts with 2 only" in " ".join(text.split())
 
 
+@pytest.mark.req("R-PDB-04")
 def test_perfdb_show(width: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
@@ -144,13 +145,13 @@ def test_perfdb_show(width: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
             Measurement(
                 "rms_norm", "rms_norm|bfloat16|hidden=4096|rows=65..128|weight", kernel, "1.0", "1.0",
                 Platform("some-device", "sm90"), 12.3 * 40**number, 20.0 * 40**number, 30.0 * 40**number, 1.0, 50,
-                measured_at=then,
+                surroundings=Surroundings(83.0, 412.0, 0.25, False), measured_at=then,
             )
             for number, kernel in enumerate(KERNELS)
         ]
     )  # fmt: skip
     text = page(monkeypatch, "perfdb", "show", "--database", "perf.db", "--all")
-    holds("perfdb-show", text, width, *KERNELS, "12.3 µs", "492.0 µs", "19680.0 µs", "3 d")
+    holds("perfdb-show", text, width, *KERNELS, "12.3 µs", "492.0 µs", "19680.0 µs", "3 d", "hot/400 W/free/alone")
     assert re.match(r"\s+12.3 µs\b", text.splitlines()[2])
 
 

@@ -132,7 +132,7 @@ def test_what_is_tuned_is_stored_with_the_memory_that_was_in_use(tmp_path):
         around = row.surroundings
         assert (around.temperature_c, around.power_w) == (None, None)
         assert around.memory_used is not None and max(0.0, low - 0.25) <= around.memory_used <= min(1.0, high + 0.25)
-        assert around.bucket.split("/")[:2] == ["unknown", "full" if around.memory_used >= 0.9 else "free"]
+        assert around.bucket.split("/")[:3] == ["unknown", "unknown", "full" if around.memory_used >= 0.9 else "free"]
 
 
 @pytest.mark.req("R-PDB-04")
@@ -145,7 +145,7 @@ def test_a_gpu_is_asked_for_degrees_watts_and_its_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30 << 30, 120 << 30))
     monkeypatch.setattr(torch.cuda, "list_gpu_processes", lambda: "GPU:0\nprocess  7 uses 1 MB\nprocess  8 uses 1 MB")
     found = surroundings(there)
-    assert found == (83.0, 412.5, 0.75, True) and found.bucket == "hot/free/shared"
+    assert found == (83.0, 412.5, 0.75, True) and found.bucket == "hot/400 W/free/shared"
     monkeypatch.setattr(torch.cuda, "list_gpu_processes", lambda: "GPU:0\nprocess  7 uses 1 MB")
     assert surroundings(there).shared is False and surroundings(there, busy=0.9).shared is True
 

@@ -41,7 +41,7 @@ BUILT_IN = ("reference", "sdpa", "torch_native")
 def taken_and_declared(backend: str, kind: str) -> tuple[list[str], set[str], list[str]]:
     """Kernels of a backend over what they declare, those measured, and those that declare nothing."""
     load_cases()
-    kit = Kit.open(f"layerzero.backends.{backend}.plugin")
+    kit = Kit.open(f"layerzero.backends.{backend}.plugin" if backend in BUILT_IN else backend)
     over, looked, silent = [], set(), []
     for spec in kit.kernels:
         found = kit.device_for(spec)
@@ -75,6 +75,15 @@ def test_no_kernel_takes_more_than_it_declares(backend: str) -> None:
     over, looked, silent = taken_and_declared(backend, "cpu")
     assert not over, "\n".join(over)
     assert len(looked) >= 4 and not silent, f"declare nothing: {silent}"
+
+
+@pytest.mark.req("R-MEM-01")
+@pytest.mark.needs_package("layerzero_cpu")
+def test_a_plugins_kernels_take_no_more_of_torchs_memory_than_they_declare() -> None:
+    """What their native code takes from malloc for the time of a call, no allocator of torch's counts."""
+    over, looked, _ = taken_and_declared("layerzero_cpu.plugin", "cpu")
+    assert not over, "\n".join(over)
+    assert looked >= {"cpu.mlp.fixed", "cpu.moe.experts", "cpu.moe.fixed"}
 
 
 @pytest.mark.gpu

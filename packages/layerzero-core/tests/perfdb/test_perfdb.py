@@ -77,8 +77,8 @@ def test_the_columns_are_there_for_people(db):
 def test_surroundings_are_kept_and_bucketed(db):
     db.put([sample()])
     assert db.all()[0].surroundings == Surroundings(55.0, None, 0.3, False)
-    assert Surroundings(85.0, 600.0, 0.95, True).bucket == "hot/full/shared"
-    assert Surroundings().bucket == "unknown/unknown/alone"
+    assert Surroundings(85.0, 600.0, 0.95, True).bucket == "hot/600 W/full/shared"
+    assert Surroundings().bucket == "unknown/unknown/unknown/alone"
 
 
 @pytest.mark.req("R-PDB-04")
@@ -103,15 +103,18 @@ def test_every_reading_of_the_machine_comes_back_as_it_was_stored(db, around):
 @pytest.mark.parametrize(
     ("around", "bucket"),
     [
-        (Surroundings(79.9, 100.0, 0.89, False), "cool/free/alone"),
-        (Surroundings(80.0, 100.0, 0.89, False), "hot/free/alone"),
-        (Surroundings(79.9, 100.0, 0.90, False), "cool/full/alone"),
-        (Surroundings(20.0, 100.0, 0.0, True), "cool/free/shared"),
-        (Surroundings(None, 100.0, 0.5, False), "unknown/free/alone"),
-        (Surroundings(20.0, 100.0, None, False), "cool/unknown/alone"),
+        (Surroundings(79.9, 100.0, 0.89, False), "cool/100 W/free/alone"),
+        (Surroundings(80.0, 100.0, 0.89, False), "hot/100 W/free/alone"),
+        (Surroundings(79.9, 100.0, 0.90, False), "cool/100 W/full/alone"),
+        (Surroundings(20.0, 100.0, 0.0, True), "cool/100 W/free/shared"),
+        (Surroundings(None, 100.0, 0.5, False), "unknown/100 W/free/alone"),
+        (Surroundings(20.0, 100.0, None, False), "cool/100 W/unknown/alone"),
+        (Surroundings(20.0, 99.9, 0.5, False), "cool/0 W/free/alone"),
+        (Surroundings(20.0, 699.0, 0.5, False), "cool/600 W/free/alone"),
+        (Surroundings(20.0, None, 0.5, False), "cool/unknown/free/alone"),
     ],
 )
-def test_a_bucket_says_how_hot_how_full_and_whether_alone_and_each_for_itself(around, bucket):
+def test_a_bucket_says_how_hot_at_what_power_how_full_and_whether_alone_each_for_itself(around, bucket):
     assert around.bucket == bucket
 
 

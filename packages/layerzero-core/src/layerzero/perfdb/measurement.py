@@ -49,8 +49,9 @@ class Surroundings(NamedTuple):
     def bucket(self) -> str:
         """A coarse word for it, so that like can be compared with like."""
         hot = "unknown" if self.temperature_c is None else "hot" if self.temperature_c >= 80 else "cool"
+        watts = "unknown" if self.power_w is None else f"{self.power_w // 100 * 100:.0f} W"
         full = "unknown" if self.memory_used is None else "full" if self.memory_used >= 0.9 else "free"
-        return f"{hot}/{full}/{'shared' if self.shared else 'alone'}"
+        return f"{hot}/{watts}/{full}/{'shared' if self.shared else 'alone'}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,10 +48,10 @@ def show(database: Path | None, op: str | None, kernel: str | None, everything: 
     if shown:
         body = [
             (f"{item.median_us:.1f} µs", item.kernel_id, item.op, f"{item.spread:.0%}", _age(item.measured_at),
-             summarise(item), Cell(why or "", STYLES["warn"]))
+             summarise(item), item.surroundings.bucket.replace("unknown/", ""), Cell(why or "", STYLES["warn"]))
             for item, why in shown[:limit]
         ]  # fmt: skip
-        columns = ("median", "kernel", "op", "spread", "age", "bucket", "not believed")
+        columns = ("median", "kernel", "op", "spread", "age", "bucket", "taken while", "not believed")
         blocks.append(Table(columns, body, right=frozenset({0, 3})))
     if len(shown) > limit:
         blocks.append(Line(f"{len(shown) - limit} more; --limit shows them", "dim"))
