@@ -43,7 +43,8 @@ def made(out: Path, cache: Path | None = None, *, sanitize: bool = False) -> Pat
     # a quick compiler matters more here than quick code; the header is part of what an object is made of
     header = (HERE / "immintrin.h").read_bytes()
     stamp = hashlib.sha256(header).hexdigest()[:12]
-    return build.build(out, cache=cache, sanitize=sanitize, extra=("-O1", "-DLZ_EMULATED", f"-DLZ_HEADER_{stamp}"))
+    quick = "-O1" if sanitize else "-Og"
+    return build.build(out, cache=cache, sanitize=sanitize, extra=(quick, "-DLZ_EMULATED", f"-DLZ_HEADER_{stamp}"))
 
 
 if __name__ == "__main__":
