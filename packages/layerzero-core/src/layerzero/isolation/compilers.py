@@ -22,7 +22,7 @@ from torch import Tensor
 
 from layerzero.forking import in_child
 from layerzero.isolation.process import Settings
-from layerzero.isolation.wire import Placed, fault, pack, span, tensors_in, unpack
+from layerzero.isolation.wire import IsolationFault, Placed, fault, pack, span, tensors_in, unpack
 from layerzero.isolation.worker import Worker
 from layerzero.model.artifact import CompileOrder, NeedsDevice
 from layerzero.model.device import DeviceSpec
@@ -109,7 +109,6 @@ class Compilers:
     def __init__(self) -> None:
         self._start()
         in_child(self._forked)
-        atexit.register(self.close)
 
     def _start(self) -> None:
         self._lock = threading.Lock()
@@ -123,14 +122,10 @@ class Compilers:
         `env` says where artifacts go; a compiler that was started with another one is ended.
         """
         settings = Settings(
-            "compiler",
-            env=(*sorted(env.items()), *((name, "") for name in _NO_GPU)),
-            deadline_s=deadline_s,
+            "compiler", env=(*sorted(env.items()), *((name, "") for name in _NO_GPU)), deadline_s=deadline_s,
             start_s=max(120.0, deadline_s),  # who goes last may wait long for a processor
-            memory_mb=1.0,
-            arena_mb=1.0,
-            background=True,
-        )
+            memory_mb=1.0, arena_mb=1.0, background=True,
+        )  # fmt: skip
         with self._lock:
             if self._closed:
                 raise fault("ISOLATION_START_FAILED", "this process ends")
@@ -139,6 +134,8 @@ class Compilers:
             worker = fitting.pop()[1] if fitting else Worker(settings)
             self._free = fitting
             self._busy.add(worker)
+            atexit.unregister(self.close)
+            atexit.register(self.close)  # last, so called first: before a queue waits for the thread that asks here
         for other in others:
             other.close(wait=False)
         well = False
@@ -146,6 +143,8 @@ class Compilers:
             found: dict[str, Any] = json.loads(worker.call(f"{__name__}:follow", (text,), {}))
             well = True
             return found
+        except IsolationFault as error:
+            raise (fault("ISOLATION_START_FAILED", "this process ends") if self._closed else error) from None
         finally:
             with self._lock:
                 self._busy.discard(worker)
