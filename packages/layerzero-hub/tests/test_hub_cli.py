@@ -10,6 +10,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+import layerzero as lz
 from layerzero_cli.root import cli
 from tools.pytest_fixtures import module_beside
 
@@ -162,17 +163,21 @@ def test_a_policy_that_is_wrong(bench, hub):
         from_mapping(hub)
 
 
-def test_doctor_and_readiness_speak_of_the_hub(bench, shell):
+@pytest.fixture
+def reset():
+    yield
+    lz.reset()
+
+
+def test_doctor_and_readiness_speak_of_the_hub(bench, shell, reset):
     repo = bench.publish("doctored")
     bench.settings["kernels"] = [{"repo": repo, "op": "rms_norm", "function": "rms_norm"}]
     shell("lock", f"{repo}@1", "--no-probe")
     from layerzero.plugin.probing import probe
 
-    environment = {**os.environ, "NO_COLOR": "1"}
-
     def ready():
-        command = [sys.executable, "-m", "layerzero_cli", "readiness", "--json"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+        lz.reset()  # as in a process that has just started
+        done = CliRunner(env=QUIET).invoke(cli, ["readiness", "--json"])
         (found,) = [check for check in json.loads(done.stdout)["checks"] if check["group"] == "hub"]
         return found
 
