@@ -9,13 +9,12 @@ from __future__ import annotations
 import ast
 import functools
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tools.requirements_doc import ROOT
 
-__all__ = ["Drift", "drift", "file_of", "sources"]
+__all__ = ["Drift", "drift", "file_of", "history", "sources"]
 
 CORE = "packages/layerzero-core/src"
 
@@ -54,7 +53,7 @@ def sources(file: Path, root: Path = ROOT) -> tuple[str, ...]:
         if (name := str(path.relative_to(root))) in found:
             continue
         found.add(name)
-        for module in _imported(path):
+        for module in _imported(path.read_text(encoding="utf-8")):
             top = module.partition(".")[0]
             beside = path.parent / f"{top}.py"
             tool = root.joinpath(*module.split(".")).with_suffix(".py") if top == "tools" else beside
@@ -77,26 +76,55 @@ def _packages(root: Path) -> dict[str, str]:
     }
 
 
-def _imported(file: Path) -> Iterator[str]:
-    """Names of modules that a file imports, inside functions too."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+@functools.cache
+def _imported(text: str) -> tuple[str, ...]:
+    """Names of modules that a file of this text imports, inside functions too."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found.append(node.module)
+            found += (f"{node.module}.{alias.name}" for alias in node.names)
+    return tuple(dict.fromkeys(found))
+
+
+def drift(commit: str, paths: tuple[str, ...], root: Path = ROOT) -> Drift | None:
+    """How far the tree has moved on from a commit; None when git does not know the commit, or is not there."""
+    since = history(commit.removesuffix("-dirty"), root)
+    if since is None:
+        return None
+    touched, days = since
+    return Drift(sum(not places.isdisjoint(paths) for places in touched), len(touched), days)
 
 
 @functools.cache
-def drift(commit: str, paths: tuple[str, ...], root: Path = ROOT) -> Drift | None:
-    """How far the tree has moved on from a commit; None when git does not know the commit, or is not there."""
-    since = f"{commit.removesuffix('-dirty')}..HEAD"
-    changed = _git(root, "rev-list", "--count", since, "--", *paths)
-    commits = _git(root, "rev-list", "--count", since)
-    dates = _git(root, "log", "--no-walk=unsorted", "--format=%ct", since.partition(".")[0], "HEAD").split()
-    if not (changed and commits and dates):
+def history(commit: str, root: Path = ROOT) -> tuple[list[frozenset[str]], float] | None:
+    """The files and folders that each commit since has touched, and the days between."""
+    dates = _git(root, "log", "--no-walk=unsorted", "--format=%ct", commit, "HEAD").split()
+    known = _touched(root, _git(root, "rev-parse", "HEAD"))
+    if not (dates and known):
         return None
-    return Drift(int(changed), int(commits), (int(dates[-1]) - int(dates[0])) / 86400)
+    touched = [known[name] for name in _git(root, "rev-list", f"{commit}..HEAD").split()]
+    return touched, (int(dates[-1]) - int(dates[0])) / 86400
+
+
+@functools.cache
+def _touched(root: Path, head: str) -> dict[str, frozenset[str]]:
+    """What every commit up to one has touched: a merge what is its own, a commit that moves a file both places."""
+    words = ("-c", "core.quotePath=off", "log", "-c", "--name-only", "--no-renames", "--format=%x00%H", head)
+    found = {}
+    for entry in _git(root, *words).split("\0")[1:]:
+        commit, *names = entry.split("\n")
+        found[commit] = frozenset(place for name in names if name for place in _places(name))
+    return found
+
+
+@functools.cache
+def _places(name: str) -> tuple[str, ...]:
+    """A file or folder and the folders around it."""
+    around = name.rpartition("/")[0]
+    return (name, *_places(around)) if around else (name,)
 
 
 def _git(root: Path, *words: str) -> str:

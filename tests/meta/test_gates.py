@@ -18,7 +18,7 @@ from tools import gates, regressions
 from tools.gates import Figure, Waiver, ages, figures, judged, unread, unsteady, waivers
 from tools.prove import lanes
 from tools.regressions import baselines
-from tools.sources import drift
+from tools.sources import history
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,7 +88,7 @@ def test_a_figure_older_than_its_sources_is_stale(tmp_path: Path, monkeypatch: p
             json.dumps({"command": "python benchmarks/some.py", "commit": git("rev-parse", "HEAD").strip()})
         )
         assert gates.aged(fatal=True) == 0
-        drift.cache_clear()
+        history.cache_clear()
         (root / changed).write_text("# more\n")
         git("commit", "-q", "-a", "-m", "second")
         assert gates.aged(fatal=True) == int(old) and gates.aged(fatal=False) == 0
@@ -102,7 +102,7 @@ def test_a_figure_older_than_its_sources_is_stale(tmp_path: Path, monkeypatch: p
         (root / "tools" / "long.py").write_text(text)
         git("add", ".")
         git("commit", "-q", "-m", "a tool")
-        drift.cache_clear()
+        history.cache_clear()
         if not text:
             made = {"benchmark": "long", "command": "make prove NAME=long", "commit": git("rev-parse", "HEAD").strip()}
             kept.write_text(json.dumps(made))

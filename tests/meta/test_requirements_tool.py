@@ -175,7 +175,7 @@ class Planted:
 
     def change(self, name: str) -> None:
         """A commit to one file."""
-        sources.drift.cache_clear()
+        sources.history.cache_clear()
         self.write(name, (self.root / name).read_text(encoding="utf-8") + "# more\n")
         self.git("add", ".")
         self.git("commit", "-q", "-m", name)
@@ -275,8 +275,13 @@ def test_a_torn_junit_file_is_an_error_not_a_count(tmp_path, capsys):
 
 
 def run_pytest(folder: Path, body: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """One pytest in a folder of its own, with the workspace's hooks and nothing else of its configuration."""
-    (folder / "conftest.py").write_text((ROOT / "conftest.py").read_text(encoding="utf-8"), encoding="utf-8")
+    """One pytest in a folder of its own, with the workspace's hooks and nothing else of its configuration.
+
+    Shared fixtures are left out: they import torch and the library, which takes longer than all the rest.
+    """
+    text, fixtures = (ROOT / "conftest.py").read_text(encoding="utf-8"), 'pytest_plugins = ["tools.pytest_fixtures"]\n'
+    assert fixtures in text
+    (folder / "conftest.py").write_text(text.replace(fixtures, ""), encoding="utf-8")
     (folder / "test_it.py").write_text("import pytest\n" + body, encoding="utf-8")
     (folder / "pytest.ini").write_text(
         "[pytest]\nmarkers =\n  req\n  needs_tool\n  multigpu\n  stress\n", encoding="utf-8"
