@@ -212,8 +212,8 @@ def left_out(calls: Sequence[Mapping[str, Any]], device: str) -> dict[str, Any]:
                 if (name, place) != (kind, index)
             ]
             names = [name for name in point.ratios if not name.startswith(f"{_REFERENCE}.")]
+            kind_of = Kind(around, axes[op])  # once for both ways: its rooflines are kept
             for way, near in (("shipped", True), ("roofline", False)) if around else ():
-                kind_of = Kind(around, axes[op])
                 item = kind_of.estimates(names, point.sizes, point.dtype, (point.bytes, point.flops), near)
                 item = free_first({name: found for name, found in item.items() if name in kernels}, kernels)
                 if not item:

@@ -131,14 +131,21 @@ def test_what_a_run_with_another_seed_raced_ships_once_with_its_own_cost(tmp_pat
         main(["--raced", str(run), str(file)])
 
 
-def test_the_files_in_the_packages_are_what_the_kept_measurements_say():
+@pytest.fixture(scope="module")
+def kept():
+    """What each file of the factory holds: every call of it is drawn and described anew, which takes seconds."""
+    return {file: records(file) for file in sorted(RESULTS.glob("*/factory.jsonl"))}
+
+
+def test_the_files_in_the_packages_are_what_the_kept_measurements_say(kept, monkeypatch):
+    monkeypatch.setattr("tools.shipped.records", kept.__getitem__)
     assert main(["--check"]) == 0
 
 
-def test_calls_that_were_left_out_are_told_well_enough_to_choose_by():
+def test_calls_that_were_left_out_are_told_well_enough_to_choose_by(kept):
     """The kept figures, from the kept calls; the goal for choices without tuning holds on quiet machines."""
-    for file in sorted(RESULTS.glob("*/factory.jsonl")):
-        header, calls = records(file)
+    assert kept
+    for file, (header, calls) in kept.items():
         told = left_out(calls, header["family"].partition("-")[0])
         assert told == json.loads(file.with_name("left_out.json").read_text(encoding="utf-8"))
         assert told["shipped"]["calls"] >= 100

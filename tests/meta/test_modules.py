@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,16 +29,22 @@ def modules() -> list[str]:
     return [name for name in names if not name.endswith("__main__")]
 
 
-# One process loads the third-party libraries once, and `layerzero`, which Python loads before any module inside it;
-# then each module that is not loaded by that is imported in a child of its own.
+# One process loads torch, then `layerzero`, which Python loads before any module inside it, and says what that brought;
+# then the third-party libraries, once; then each module that is not loaded by now is imported in a child of its own.
 _IMPORT_EACH = """
-import gc, importlib, json, os, sys, traceback, warnings
-import torch, pydantic, yaml, click, rich, pytest, hypothesis, sympy, sqlite3, statistics
+import json, os, sys, torch
 assert not [m for m in sys.modules if m.split(".")[0] == "layerzero"]
+before = set(sys.modules)
 import layerzero
+loaded = sorted(set(sys.modules) - before)
+functions = [name for name in dir(layerzero) if callable(getattr(layerzero, name, None))]
+ours = {name for name in sys.modules if name.split(".")[0] == "layerzero"}
+import gc, importlib, traceback, warnings
+import pydantic, yaml, click, rich, pytest, hypothesis, sympy, sqlite3, statistics
+assert ours == {name for name in sys.modules if name.split(".")[0] == "layerzero"}
 gc.disable(), gc.freeze()  # a collection in a child would copy all it shares with this process
 failed = {}
-for name in json.load(sys.stdin):
+for name in json.load(sys.stdin) if hasattr(os, "fork") else ():
     if name in sys.modules:
         continue
     read, write = os.pipe()
@@ -59,37 +66,29 @@ for name in json.load(sys.stdin):
     _, status = os.waitpid(child, 0)
     if text or status:
         failed[name] = text or f"died with status {status}"
-print(json.dumps(failed))
+print(json.dumps({"loaded": loaded, "functions": functions, "failed": failed}))
 """
 
 
-def python(code: str, stdin: str = "") -> str:
+@pytest.fixture(scope="module")
+def imported_alone() -> dict[str, Any]:
+    """What `import layerzero` loads beyond torch, which public names can be called, which modules fail alone."""
+    names = modules()
+    assert len(names) > 30
     done = subprocess.run(
-        [sys.executable, "-c", code], input=stdin, capture_output=True, text=True, timeout=600, check=False
-    )
+        [sys.executable, "-c", _IMPORT_EACH], input=json.dumps(names), capture_output=True, text=True, timeout=600,
+        check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 @pytest.mark.timeout(620)
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
-def test_every_module_is_importable_alone():
-    names = modules()
-    assert len(names) > 30
-    failed = json.loads(python(_IMPORT_EACH, json.dumps(names)))
+def test_every_module_is_importable_alone(imported_alone):
+    failed = imported_alone["failed"]
     assert failed == {}, "\n".join(f"--- {name}\n{text}" for name, text in failed.items())
-
-
-@pytest.fixture(scope="module")
-def imported_alone() -> dict[str, list[str]]:
-    """What `import layerzero` loads beyond torch, and which public names can be called."""
-    code = (
-        "import json, sys, torch; before = set(sys.modules); import layerzero as lz; new = set(sys.modules) - before; "
-        "names = [n for n in dir(lz) if callable(getattr(lz, n, None))]; "
-        "print(json.dumps({'loaded': sorted(new), 'functions': names}))"
-    )
-    found: dict[str, list[str]] = json.loads(python(code))
-    return found
 
 
 def test_importing_layerzero_loads_no_vendor_and_no_heavy_library(imported_alone):
