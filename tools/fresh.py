@@ -6,12 +6,16 @@ again would take minutes); nothing of LayerZero comes that way.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,12 +32,12 @@ class Fresh:
     python: Path
     site: Path
 
-    def run(self, *command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, cwd: Path | None = None, stdin: str = "") -> subprocess.CompletedProcess[str]:
         """Run the environment's Python, with nothing of ours leaking in through variables."""
         env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "LAYERZERO_", "COV_", "PYTEST_"))}
         full = [str(self.python), *command]
         return subprocess.run(
-            full, cwd=cwd or self.folder, env=env, capture_output=True, text=True, timeout=200, check=False
+            full, cwd=cwd or self.folder, env=env, input=stdin, capture_output=True, text=True, timeout=200, check=False
         )
 
     def pip(self, *command: str) -> None:
@@ -42,7 +46,11 @@ class Fresh:
 
     def install(self, *sources: Path) -> None:
         """Build these packages and install their wheels, without their dependencies being looked for anywhere."""
-        self.pip("install", "--no-index", *(str(build(source, self.folder / "wheels")) for source in sources))
+        self.pip("install", "--no-index", *(str(self.wheel(source)) for source in sources))
+
+    def wheel(self, source: Path) -> Path:
+        """The wheel of a package; one of ours is built once for all environments of a process."""
+        return _ours(source) if source.parent == ROOT / "packages" else build(source, self.folder / "wheels")
 
 
 def _pip(*command: str) -> None:
@@ -56,6 +64,13 @@ def build(source: Path, wheels: Path) -> Path:
     """The wheel of a source tree."""
     _pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(wheels), str(source))
     return max(wheels.glob("*.whl"), key=lambda wheel: wheel.stat().st_mtime_ns)
+
+
+@functools.cache
+def _ours(source: Path) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="layerzero-wheels-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return build(source, folder)
 
 
 def fresh(folder: Path) -> Fresh:

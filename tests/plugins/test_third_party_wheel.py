@@ -70,6 +70,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Fresh:
 
 
 @pytest.fixture(scope="module")
+def alone(place: Fresh) -> dict[str, Any]:
+    """What the core alone answers, before any plugin has been there."""
+    return ask(place)
+
+
+@pytest.fixture(scope="module")
 def package(place: Fresh) -> Path:
     """The package a stranger makes: scaffold, then a higher priority and a kernel that leaves a trace."""
     # What `lz plugin new acme` calls; the command itself is tested with the other commands.
@@ -89,16 +95,18 @@ def package(place: Fresh) -> Path:
     return target
 
 
-def test_core_alone_is_installed_and_knows_no_stranger(place: Fresh) -> None:
-    answer = ask(place)
+def test_core_alone_is_installed_and_knows_no_stranger(place: Fresh, alone: dict[str, Any]) -> None:
+    answer = alone
     assert Path(answer["core"]).is_relative_to(place.site), "core runs from the wheel, not from the source tree"
     assert sorted(answer["records"]) == ["inductor", "reference", "sdpa", "torch"]
     assert answer["rms_norm"].split(".")[0] in ("torch", "reference") and answer["right"]
 
 
 @pytest.mark.req("R-REG-05")
-def test_the_wheel_is_found_selected_run_and_gone_after_uninstalling(place: Fresh, package: Path) -> None:
-    before = ask(place)
+def test_the_wheel_is_found_selected_run_and_gone_after_uninstalling(
+    place: Fresh, alone: dict[str, Any], package: Path
+) -> None:
+    before = alone
     place.install(package)
     try:
         with_it = ask(place)
@@ -156,8 +164,8 @@ def test_a_kernel_in_c_and_a_new_op_go_from_scaffold_to_chosen_wheels(place: Fre
 
 
 @pytest.mark.req("R-REG-04")
-def test_installed_packages_that_break_in_every_way_cost_only_themselves(place: Fresh) -> None:
-    before = ask(place)
+def test_installed_packages_that_break_in_every_way_cost_only_themselves(place: Fresh, alone: dict[str, Any]) -> None:
+    before = alone
     for kind in faults.SOURCES:
         faults.install(place.folder / "faulty", kind)
     extra = place.site / "faulty.pth"
