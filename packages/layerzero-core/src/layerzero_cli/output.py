@@ -251,9 +251,9 @@ def _below(row: Sequence[Cell], names: Sequence[str], room: int) -> Iterator[lis
 # -- errors ------------------------------------------------------------------------------------------------------
 def error_json(error: BaseException) -> dict[str, Any]:
     """An error as JSON: code, message, hint and every reason."""
-    from layerzero.errors import LayerZeroError
+    ours: Any = getattr(sys.modules.get("layerzero.errors"), "LayerZeroError", ())  # loaded, if it is one
 
-    if isinstance(error, LayerZeroError):
+    if isinstance(error, ours):
         return {
             "error": {
                 "code": error.code.value,
@@ -267,9 +267,9 @@ def error_json(error: BaseException) -> dict[str, Any]:
 
 def describe_error(error: BaseException) -> list[Block]:
     """An error to read: what, which value met which limit, what to do. Never a traceback."""
-    from layerzero.errors import LayerZeroError
+    ours: Any = getattr(sys.modules.get("layerzero.errors"), "LayerZeroError", ())  # loaded, if it is one
 
-    if not isinstance(error, LayerZeroError):
+    if not isinstance(error, ours):
         told = f"{type(error).__name__}: {error}"
         hint = "this should not happen; LAYERZERO_DEBUG=1 shows the traceback"
         if isinstance(error, OSError):

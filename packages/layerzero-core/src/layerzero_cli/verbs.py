@@ -70,7 +70,7 @@ def verb(group: click.Group, name: str | None = None, **attributes: Any) -> Call
 
 def failed(error: Exception, *, as_json: bool) -> int:
     """Show an error, and give the exit code it means."""
-    from layerzero.errors import InvalidInputError, UnknownNameError
+    known, usage = sys.modules.get("layerzero.errors"), ("InvalidInputError", "UnknownNameError")
 
     if os.environ.get("LAYERZERO_DEBUG", "").lower() not in ("", "0", "false", "no", "off"):
         import traceback
@@ -84,4 +84,4 @@ def failed(error: Exception, *, as_json: bool) -> int:
     except OSError:  # a full disk, too, where the answer was to go
         show(describe_error(error), sys.stderr)
     # What was typed cannot mean anything: that is usage. Anything else is a problem that was found.
-    return USAGE if isinstance(error, (InvalidInputError, UnknownNameError)) else PROBLEM
+    return USAGE if isinstance(error, tuple(getattr(known, name, ()) for name in usage)) else PROBLEM
