@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
 import textwrap
@@ -12,12 +13,46 @@ import pytest
 
 from layerzero.torch_ops.imports import after_import
 
+# An interpreter that has loaded torch and nothing of ours, and runs each program in a child of it.
+_STAGE = """
+import json, os, sys, traceback, warnings
+import torch
+assert not [name for name in sys.modules if name.startswith(("layerzero", "torch._dynamo"))]
+for line in sys.stdin:
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside threads; torch's are idle here
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.dup2(write, 1), os.dup2(write, 2)
+            exec(json.loads(line), {"__name__": "__main__"})
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(code)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said]), flush=True)
+"""
 
-def run(code):
-    """Run code in a fresh interpreter."""
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+
+@pytest.fixture(scope="module")
+def run():
+    """Runs code in an interpreter that has loaded torch alone."""
+    stage = subprocess.Popen([sys.executable, "-c", _STAGE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(code):
+        print(json.dumps(textwrap.dedent(code)), file=stage.stdin, flush=True)
+        status, said = json.loads(stage.stdout.readline())
+        assert status == 0, said
+
+    yield run
+    stage.communicate()
 
 
 @pytest.fixture
@@ -39,7 +74,7 @@ assert not [f for f in sys.meta_path if type(f).__module__.startswith("layerzero
 """
 
 
-def test_nothing_is_loaded_before_it_is_needed():
+def test_nothing_is_loaded_before_it_is_needed(run):
     run(
         """
         import sys, threading, torch
@@ -80,7 +115,7 @@ def test_nothing_is_loaded_before_it_is_needed():
     )
 
 
-def test_dynamo_may_have_been_imported_before():
+def test_dynamo_may_have_been_imported_before(run):
     run("import sys, torch, torch._dynamo, layerzero as lz\n" + USE)
 
 
@@ -178,7 +213,7 @@ def test_an_unknown_op_is_an_attribute_error():
         torch.ops.layerzero.no_such_op  # noqa: B018
 
 
-def test_the_twins_come_although_torchs_own_biases_are_imported_first():
+def test_the_twins_come_although_torchs_own_biases_are_imported_first(run):
     """`torch.nn.attention.bias` imports Dynamo half way through itself, which calls us while it is incomplete."""
     run(
         """
