@@ -174,17 +174,19 @@ def test_batch_times_heads_is_a_limit_of_the_kernel_that_has_it() -> None:
     limited = spec("mine.attention.rows", priority=90, limits=(("batch_heads", Limit(max=65_535)),))
     gridded = spec("mine.attention.grid", priority=91, grid_layout=grid)
     here = world(REFERENCE, limited, gridded)
-    at = call(batch=65_535, num_heads=1, num_kv_heads=1)
-    assert select(at, here).candidate("mine.attention.rows").accepted
-    assert select(at, here).candidate("mine.attention.grid").accepted
-    beyond = call(batch=65_536, num_heads=1, num_kv_heads=1)
-    decision = select(beyond, here)
-    assert decision.chosen == "reference.attention.plain"
-    for kernel in ("mine.attention.rows", "mine.attention.grid"):
-        (why,) = decision.candidate(kernel).reasons
-        assert why.code == "CUDA_BLOCK_LIMIT_EXCEEDED"
-        assert str(65_536) in str(why.value)
-        assert str(65_535) in str(why.limit)
+    for batch, heads, kv_heads in ((65_535, 1, 1), (13_107, 5, 1), (15, 4_369, 257)):
+        at = call(batch=batch, num_heads=heads, num_kv_heads=kv_heads)
+        assert select(at, here).candidate("mine.attention.rows").accepted
+        assert select(at, here).candidate("mine.attention.grid").accepted
+    for batch, heads, kv_heads in ((65_536, 1, 1), (8_192, 8, 2), (16, 4_096, 512)):
+        beyond = call(batch=batch, num_heads=heads, num_kv_heads=kv_heads)
+        decision = select(beyond, here)
+        assert decision.chosen == "reference.attention.plain"
+        for kernel in ("mine.attention.rows", "mine.attention.grid"):
+            (why,) = decision.candidate(kernel).reasons
+            assert why.code == "CUDA_BLOCK_LIMIT_EXCEEDED"
+            assert str(65_536) in str(why.value)
+            assert str(65_535) in str(why.limit)
     assert select(beyond, world()).chosen == "flash3.attention.fwd", "the limit is no rule for everybody"
 
 
