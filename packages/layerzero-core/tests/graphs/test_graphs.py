@@ -39,8 +39,12 @@ def test_in_strict_mode_the_whitelist_decides(lab: Any) -> None:
     lz.configure(graph_strict_mode=True, graph_whitelist=["torch.*"])
     assert not lz.is_graph_safe("vendor.rms_norm.safe")
     assert lz.is_graph_safe("torch.rms_norm.native")
+    assert not lz.is_graph_safe("vendor.rms_norm.safe", X, WEIGHT)
     lz.configure(graph_whitelist=["torch.*", "vendor"])
     assert lz.is_graph_safe("vendor.rms_norm.safe")
+    assert lz.is_graph_safe("vendor.rms_norm.safe", X, WEIGHT)  # a call that was answered under the list of before
+    with lz.scoped(graph_whitelist=["torch.*"]):
+        assert not lz.is_graph_safe("vendor.rms_norm.safe", X, WEIGHT)
 
 
 @pytest.mark.req("R-API-28")
