@@ -19,7 +19,7 @@ import torch
 from click.testing import CliRunner
 
 import layerzero as lz
-from layerzero.errors import ConfigurationError, InvalidInputError
+from layerzero.errors import ConfigurationError, InvalidInputError, NoKernelFoundError
 from layerzero.telemetry.events import Event, Events, events, observed
 from layerzero.telemetry.logs import HIDDEN, Redactor
 from layerzero_cli.root import cli
@@ -301,6 +301,21 @@ def test_the_line_of_a_selection_that_adapts_its_inputs_has_what_that_costs(lab:
     decision = lz.explain("rms_norm", strided, W).decision
     assert row["kernel_id"] == "mine.rms_norm.dense" and [step.name for step in decision.winner.transforms]
     assert row["transform_cost_total"] == decision.transform_cost_total > 0.0
+
+
+@pytest.mark.req("R-TEL-01")
+def test_a_selection_that_finds_the_reference_alone_or_nothing_is_a_line_with_what_was_lacking(
+    lab: Any, lines: Any
+) -> None:
+    lab.use(lab.kernel("mine.rms_norm.narrow", dtypes=frozenset({"float16"})), only=True)
+    told = lines()
+    lz.rms_norm(X, W)
+    with lz.scoped(fallback_enabled=False), pytest.raises(NoKernelFoundError):
+        lz.rms_norm(X, W)
+    rows = [line for line in told() if line.get("event") == "selection"]
+    found = [(row["level"], row["op"], row["kernel_id"], row["transform_cost_total"]) for row in rows]
+    assert found == [("warning", "rms_norm", "reference.rms_norm.plain", 0.0), ("info", "rms_norm", "", 0.0)]
+    assert all(row["reasons"]["mine.rms_norm.narrow"] == ["DTYPE_UNSUPPORTED"] for row in rows)
 
 
 @pytest.mark.req("R-TEL-01")
