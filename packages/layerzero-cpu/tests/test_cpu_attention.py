@@ -12,7 +12,7 @@ import torch
 import layerzero as lz
 from layerzero.backends.reference.attention import attention as reference
 from layerzero.numerics.tolerances import tolerance
-from layerzero_cpu.attention import attention
+from layerzero_cpu.attention import attention, fixed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PLAIN = (None, 0.0, False, None, None, None, None)
@@ -144,14 +144,49 @@ def test_a_row_that_sees_nothing_gives_zeros_and_minus_infinity(isa: str, querie
         assert bool(torch.isfinite(out[:, :, 1:]).all())
 
 
+@pytest.mark.req("R-OP-03")
+@pytest.mark.parametrize("kernel", [attention, fixed])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("queries", [1, 40])
+def test_zeros_give_zeros_and_denormal_tiny_and_huge_values_what_the_formula_gives(
+    isa: str, kernel: Any, dtype: torch.dtype, queries: int
+) -> None:
+    q, k, v = (draw(random.Random(12), dtype, 1, 2, length, 16) for length in (queries, 70, 70))
+    assert not kernel(q * 0, k * 0, v * 0, *PLAIN, False).any()
+    smallest = torch.finfo(dtype).smallest_normal
+    for size in (smallest / 4, smallest * 8, 1e4, 2.0**14):  # the scores are exact, so that keys which tie stay tied
+        given = [item.sign() * size for item in (q, k, v)]
+        out = kernel(*given, *PLAIN, False)
+        assert out.isfinite().all()
+        close(out, truth((*given, *PLAIN))[0], dtype)
+
+
+@pytest.mark.req("R-OP-03")
+@pytest.mark.parametrize("kernel", [attention, fixed])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("queries", [1, 40])
+def test_a_query_that_is_no_number_spoils_its_own_row_alone(isa: str, kernel: Any, bad: float, queries: int) -> None:
+    q, k, v = (draw(random.Random(13), torch.float32, 1, 2, length, 32) for length in (queries, 90, 90))
+    want = kernel(q, k, v, *PLAIN, False)
+    q[0, 1, queries - 1, 3] = bad
+    out = kernel(q, k, v, *PLAIN, False)
+    assert bool(out[0, 1, -1].isnan().all()), "inf - inf is no number either"
+    out[0, 1, -1] = want[0, 1, -1] = 0
+    assert torch.equal(out, want)
+
+
+@pytest.mark.req("R-OP-03")
+@pytest.mark.parametrize("kernel", [attention, fixed])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("queries", [1, 40])
-def test_nan_and_infinity_stay_visible_where_the_reference_shows_them(isa: str, bad: float, queries: int) -> None:
+def test_nan_and_infinity_stay_visible_where_the_reference_shows_them(
+    isa: str, kernel: Any, bad: float, queries: int
+) -> None:
     rng = random.Random(10)
     q, k, v = (draw(rng, torch.float32, 1, heads, length, 32) for heads, length in ((2, queries), (1, 90), (1, 90)))
     k[0, 0, 70, 3] = bad
     v[0, 0, 11, 5] = bad
-    found = attention(q, k, v, *PLAIN, False)
+    found = kernel(q, k, v, *PLAIN, False)
     wanted = reference(q, k, v, *PLAIN, False)
     assert isinstance(wanted, torch.Tensor)
     assert torch.equal(found.isnan(), wanted.isnan())
