@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from pathlib import Path
 from types import ModuleType
@@ -65,6 +66,7 @@ def test_logits_and_greedy_tokens_agree_and_unpatching_restores_the_very_same_ob
     assert lz.patch(model) is model
     report = lz.patched(model)
     assert report is not None and report.library == "transformers"
+    assert report.version == importlib.metadata.version("transformers")
     assert {item.op for item in report.patched} >= {"attention", *OPS[name]}
     assert zoo.traces(model) != before
     for item, expected in zip(given, want, strict=True):
