@@ -184,6 +184,23 @@ def test_another_machine_policy_or_version_invalidates_with_the_reason(tmp_path)
     assert found and set(found) == {ReasonCode.PLAN_KERNEL_CHANGED}
 
 
+@pytest.mark.req("R-SOLV-06")
+def test_a_table_of_another_policy_is_solved_again_and_then_holds_under_this_one(tmp_path):
+    path, q, cache = tmp_path / "table.json", torch.randn(1, 2, 1, 16), torch.randn(1, 2, 64, 16)[:, :, :20]
+    old = solved(path)
+    before = lz.which("attention", q, cache, cache)
+    lz.configure(deny=[before])
+    with pytest.raises(DispatchTableError, match="solve again under this policy") as caught:
+        lz.use_table(path)
+    assert caught.value.code is ReasonCode.PLAN_POLICY_MISMATCH
+    new = solved(path)
+    assert old.policy_hash != new.policy_hash and new.policy_hash == state.world.policy.policy_hash
+    assert before in {entry.kernel_id for entry in old.entries} - {entry.kernel_id for entry in new.entries}
+    lz.use_table(path)
+    report = lz.explain("attention", q, cache, cache)
+    assert report.chosen != before and [note.code for note in report.decision.notes] == [ReasonCode.PLAN_FOLLOWED]
+
+
 def test_where_the_database_lies_is_no_part_of_the_policy_a_table_is_bound_to():
     table = solved()
     lz.configure(perfdb={"enabled": False}, dispatch_table=None)
