@@ -512,10 +512,14 @@ def test_every_kind_of_definition_passes_on_the_gpu(sets: Any, name: str) -> Non
 @pytest.mark.req("R-DEF-12")
 def test_passes_are_counted_by_source(sets: Any, lab: Any) -> None:
     planted(lab, "faulty.rms_norm.x", _scaled(1.5))
-    counts = run(sets.only("rmsnorm_h32"), backends=("faulty", "reference")).counts()
+    report = run(sets.only("rmsnorm_h32"), backends=("faulty", "reference"))
+    counts = report.counts()
     wrong, right = (counts[f"{name} against reference"] for name in ("faulty.rms_norm.x", "reference.rms_norm.plain"))
     assert (wrong.passed, wrong.failed) == (0, 2) and (right.passed, right.failed) == (2, 0)
     assert str(right) == "2/2 passed" and counts["flashinfer"].skipped == 1
+    told = report.to_json()["counts"]
+    assert told["faulty.rms_norm.x against reference"] == {"passed": 0, "failed": 2, "skipped": 0}
+    assert told.keys() == counts.keys() and told["flashinfer"]["skipped"] == 1
 
 
 def test_traces_say_what_happened_and_skips_leave_none(sets: Any, lab: Any, tmp_path: Path) -> None:

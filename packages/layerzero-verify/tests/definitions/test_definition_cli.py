@@ -101,7 +101,7 @@ def test_bounds_can_be_given(sets: Any) -> None:
     run("check", "--root", root, "--all", "--rtol", "-1", code=2)
 
 
-@pytest.mark.req("R-DEF-18")
+@pytest.mark.req("R-DEF-12", "R-DEF-18")
 def test_traces_are_written_and_counted(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "traces.jsonl"
     report = checked(root, "--all", "--trust", root, "--out", out)
