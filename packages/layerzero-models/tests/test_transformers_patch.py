@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import importlib.util
+import re
 import threading
 from collections import Counter
 from pathlib import Path
@@ -427,14 +429,27 @@ def test_what_cannot_be_patched_is_refused_in_our_words() -> None:
 
 
 @pytest.mark.req("R-HFT-01")
-def test_an_old_transformers_is_refused_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_or_missing_transformers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
     assert lz.enable_transformers() == transformers.__version__
-    monkeypatch.setattr("importlib.metadata.version", lambda _: "4.57.1")
-    with pytest.raises(BackendNotAvailableError, match=r"4\.57\.1") as error:
-        lz.patch(zoo.made("llama"))
-    assert error.value.code == "BACKEND_VERSION_MISMATCH"
+    model = zoo.made("llama")
+    before = zoo.traces(model)
+    for version in ("4.57.1", "4.99"):
+        monkeypatch.setattr("importlib.metadata.version", lambda _, version=version: version)
+        with pytest.raises(BackendNotAvailableError, match=re.escape(version)) as error:
+            lz.patch(model)
+        assert error.value.code == "BACKEND_VERSION_MISMATCH"
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "5.0.0")
+    assert lz.enable_transformers() == "5.0.0", "the oldest that is taken"
+
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", absent)
+    with pytest.raises(BackendNotAvailableError, match="transformers") as error:
+        lz.patch(model)
+    assert error.value.code == "BACKEND_NOT_INSTALLED" and zoo.traces(model) == before
 
 
 # -- on load -----------------------------------------------------------------------------------------
