@@ -206,6 +206,9 @@ def test_a_plan_is_made_anew_when_a_backend_comes_changes_or_goes(lab: Any) -> N
     state.publish(registry=known.add((replace(kernel, version="2"),)))
     changed = lz.plan_block(BLOCK, t)
     assert changed.report is not come.report and "vendor.attention.new" in changed.kernels
+    state.health.set_quarantined({"vendor.attention.new": "DEVICE_LOST"})  # nothing that is registered has changed
+    assert "vendor.attention.new" not in lz.plan_block(BLOCK, t).kernels
+    state.health.set_quarantined({})
     state.publish(registry=known)
     gone = lz.plan_block(BLOCK, t)
     assert "vendor.attention.new" not in gone.kernels
