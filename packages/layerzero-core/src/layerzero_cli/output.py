@@ -249,35 +249,32 @@ def _below(row: Sequence[Cell], names: Sequence[str], room: int) -> Iterator[lis
 
 
 # -- errors ------------------------------------------------------------------------------------------------------
+def _ours(error: BaseException) -> Any:
+    """The error, where it is one of the library's, which is loaded then; else None."""
+    return error if isinstance(error, getattr(sys.modules.get("layerzero.errors"), "LayerZeroError", ())) else None
+
+
 def error_json(error: BaseException) -> dict[str, Any]:
     """An error as JSON: code, message, hint and every reason."""
-    ours: Any = getattr(sys.modules.get("layerzero.errors"), "LayerZeroError", ())  # loaded, if it is one
-
-    if isinstance(error, ours):
-        return {
-            "error": {
-                "code": error.code.value,
-                "message": error.body,
-                "hint": error.hint,
-                "reasons": [item.to_json() for item in error.reasons],
-            }
-        }
+    ours = _ours(error)
+    if ours is not None:
+        reasons = [item.to_json() for item in ours.reasons]
+        return {"error": {"code": ours.code.value, "message": ours.body, "hint": ours.hint, "reasons": reasons}}
     return {"error": {"code": None, "message": f"{type(error).__name__}: {error}", "hint": "", "reasons": []}}
 
 
 def describe_error(error: BaseException) -> list[Block]:
     """An error to read: what, which value met which limit, what to do. Never a traceback."""
-    ours: Any = getattr(sys.modules.get("layerzero.errors"), "LayerZeroError", ())  # loaded, if it is one
-
-    if not isinstance(error, ours):
+    ours = _ours(error)
+    if ours is None:
         told = f"{type(error).__name__}: {error}"
         hint = "this should not happen; LAYERZERO_DEBUG=1 shows the traceback"
         if isinstance(error, OSError):
             hint = "make room or correct the permissions there, or name another path"
         return [Line(f"error: {told}", "bold red", hang=2), Line(hint, "dim", indent=2)]
-    blocks: list[Block] = [Line(f"error {error.code.value}: {error.body}", "bold red", hang=2)]
-    first, rows = error.reasons[0], []
-    for name, value in (("value", first.value), ("limit", first.limit), ("hint", error.hint)):
+    blocks: list[Block] = [Line(f"error {ours.code.value}: {ours.body}", "bold red", hang=2)]
+    first, rows = ours.reasons[0], []
+    for name, value in (("value", first.value), ("limit", first.limit), ("hint", ours.hint)):
         if value not in (None, ""):
             text = str(value)
             rows.append((Cell(name, "dim"), text if len(text) <= 400 else f"{text[:400]}…"))
