@@ -111,6 +111,7 @@ def test_a_layout_that_is_no_text_is_not_read_as_one(native: Any, layout: Any) -
         assert (native.key("attention", values, EDGES)[1] is not None) is known
 
 
+@pytest.mark.req("R-CACHE-11")
 def test_norms_and_rope_are_keyed_as_in_python(native: Any) -> None:
     rng = random.Random(3)
     norms, layers, ropes = [], [], []

@@ -508,6 +508,7 @@ def key_of(op: str, *args: Any, layout: str | None = None) -> Any:
     return hot.key_of(public_op(op))(*args, layout, None)
 
 
+@pytest.mark.req("R-CACHE-11")
 def test_the_written_out_key_tells_apart_what_the_generic_one_does() -> None:
     logits, ids, bias = torch.randn(4, 8), torch.arange(4), torch.randn(8)
     gate = (logits, (2, 1, 1), "softmax", True, None, 1.0)

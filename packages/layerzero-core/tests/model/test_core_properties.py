@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from layerzero.device.catalogue import named_device
 from layerzero.dispatch.hot import describe_tensor, generic_key
 from layerzero.errors import InvalidInputError
-from layerzero.model.context import CPU, Context
+from layerzero.model.context import CPU, Context, Strides, TokenizerIdentity
 from layerzero.model.describe import attention_context, infer_layout, parse_layout, stride_class, stride_class_of
-from layerzero.model.enums import Layout, Platform
+from layerzero.model.enums import Causal, Layout, MaskKind, OpKind, Platform
 from layerzero.model.kernel import KernelSpec, Limit
 from layerzero.numerics import HitMode, Tolerance, compare, definition_tolerance, tolerance
 from layerzero.plugin.manager import load_plugins
@@ -125,6 +125,7 @@ def test_a_context_says_exactly_what_the_call_was(call: dict[str, Any]) -> None:
     assert ctx.dtype == call["dtype"] and ctx.layout == call["layout"] and ctx.is_contiguous
 
 
+@pytest.mark.req("R-CACHE-11")
 @examples(60, 1500)
 @given(calls())
 def test_the_same_call_gives_an_equal_context_however_often_and_wherever(call: dict[str, Any]) -> None:
@@ -148,6 +149,7 @@ _OTHER: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.req("R-CACHE-11")
 @examples(60, 1500)
 @given(calls(), st.sampled_from(sorted(_OTHER)), st.integers(1, 9), st.floats(0.1, 2.0))
 def test_a_key_differs_by_anything_selection_may_see_and_by_nothing_else(
@@ -163,6 +165,19 @@ def test_a_key_differs_by_anything_selection_may_see_and_by_nothing_else(
     assert same == ctx and hash(same) == hash(ctx) and shard_index(same) == shard_index(ctx)
 
 
+@pytest.mark.req("R-CACHE-11")
+def test_each_field_alone_makes_another_key() -> None:
+    ctx = Context("attention", dims=(("head_dim", 64),))
+    others: dict[str, Any] = _OTHER | {
+        "dims": (("head_dim", 65),), "kind": OpKind.SAMPLING, "strides": Strides(order="swapped"),
+        "causal": Causal.TOP_LEFT, "mask": MaskKind.BOOL, "weight_layout": "int4_tiles",
+        "tokenizer": TokenizerIdentity("llama", "aaaa"),
+    }  # fmt: skip
+    made = {name: replace(ctx, **{name: other}) for name, other in others.items()}
+    assert [name for name, changed in made.items() if changed == ctx] == []
+    assert len({ctx, *made.values()}) == len(others) + 1, "nor does one change look like another"
+
+
 def test_no_field_of_a_context_is_forgotten_above() -> None:
     compared = {item.name for item in fields(Context) if item.compare and not item.name.startswith("_")}
     left = compared - set(_OTHER) - {"dims", "kind", "strides", "causal", "mask", "tokenizer", "weight_layout"}
@@ -172,6 +187,7 @@ def test_no_field_of_a_context_is_forgotten_above() -> None:
 shapes = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
 
 
+@pytest.mark.req("R-CACHE-11")
 @examples(60, 1200)
 @given(shapes, shapes, st.sampled_from([torch.float32, torch.float16]), st.booleans(), st.floats(allow_nan=True))
 def test_a_hot_key_holds_metadata_and_never_values(
