@@ -93,6 +93,24 @@ def test_a_reason_survives_json(code: ReasonCode, message: str, value: Any, limi
     assert again == item and repr(again) == repr(item), "1, 1.0 and True are equal, but not the same value"
 
 
+@pytest.mark.req("R-CORE-02")
+@pytest.mark.parametrize(
+    "given",
+    [(1, 2), ["a", None], frozenset({"b", "a"}), {3}, Layout.NHD, ReasonCode.NO_KERNEL, torch.float16, {"a": 1}, b"x",
+     ValueError("bad"), float("inf"), True, 1, 1.0],
+    ids=repr,
+)  # fmt: skip
+def test_a_reason_made_of_anything_that_meets_a_limit_survives_json(given: Any) -> None:
+    """JSON knows no tuples, sets, enums or dtypes: a reason must not hold one."""
+    item = reason("DTYPE_UNSUPPORTED", given, given, detail="so it is")
+    again = Reason.from_json(json.loads(json.dumps(item.to_json())))
+    assert again == item and (again.value, again.limit, again.hint) == (item.value, item.limit, item.hint)
+    assert [type(x) for x in (again.code, again.value, again.limit)] == [
+        type(x) for x in (item.code, item.value, item.limit)
+    ]
+    assert again.category is item.category and str(again) == str(item)
+
+
 def test_an_unknown_code_is_refused() -> None:
     with pytest.raises(ValueError, match="NO_SUCH_CODE"):
         Reason.from_json({"code": "NO_SUCH_CODE", "message": ""})
@@ -278,7 +296,10 @@ def test_only_cuda_kernels_need_a_grid() -> None:
 def test_workspace_is_computed_from_the_context() -> None:
     spec = kernel(workspace=Formula("batch * num_heads * ceil(seq_len_q / 100) * 4"))
     assert spec.workspace_bytes(context()) == 2 * 8 * 1 * 4
-    assert isinstance(spec.workspace_bytes(context()), int)
+    whole = {"seq_len_q / 3": 22, "head_dim * 0.51": 66, "2.0": 2, "0 - batch": 0, "1 / (batch - 2)": 0}
+    for text, wanted in whole.items():
+        found = kernel(workspace=Formula(text)).workspace_bytes(context())
+        assert (type(found), found) == (int, wanted), text
     assert kernel().workspace_bytes(context()) == 0
 
 
