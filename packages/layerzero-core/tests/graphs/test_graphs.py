@@ -95,7 +95,7 @@ def test_a_kernel_that_cannot_be_imported_is_set_aside_inside_a_rehearsal_too(la
         assert lab.run(norm)[1] == ["torch.rms_norm.native"]
 
 
-@pytest.mark.req("R-GRAPH-06")
+@pytest.mark.req("R-GRAPH-06", "R-EXC-03")
 def test_a_kernel_that_raises_in_a_rehearsal_is_named_and_can_be_refused(lab: Any) -> None:
     lab.use(lab.kernel("vendor.rms_norm.liar", priority=90.0, graph_safe=True))
     lab.faults["vendor.rms_norm.liar"] = RuntimeError("operation not permitted when stream is capturing")
@@ -109,7 +109,7 @@ def test_a_kernel_that_raises_in_a_rehearsal_is_named_and_can_be_refused(lab: An
         assert lab.run(norm)[1] == ["torch.rms_norm.native"]
 
 
-@pytest.mark.req("R-GRAPH-06")
+@pytest.mark.req("R-GRAPH-06", "R-EXC-03")
 def test_where_none_is_left_the_error_names_each_with_its_reason(lab: Any) -> None:
     lab.use(lab.kernel("vendor.rms_norm.liar", graph_safe=True), lab.kernel("vendor.rms_norm.old"))
     lz.configure(allow=["vendor"], fallback_enabled=False)
@@ -159,7 +159,7 @@ def test_inputs_that_the_graph_was_not_captured_for_are_refused_before_anything_
     assert not inputs.tensors[0].any()
 
 
-@pytest.mark.req("R-API-29")
+@pytest.mark.req("R-API-29", "R-EXC-03")
 def test_what_lies_on_the_cpu_cannot_be_captured_and_the_report_says_so() -> None:
     report = lz.validate_graph_capture("rms_norm", X, WEIGHT)
     assert not report and report.reasons[0].code == "GRAPH_NO_DEVICE"

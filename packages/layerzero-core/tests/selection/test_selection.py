@@ -265,14 +265,16 @@ def test_each_filter_alone_keeps_a_kernel_out_and_nothing_else_does(name: str) -
 
 
 # -- modes ----------------------------------------------------------------------------------------
-@pytest.mark.req("R-SEL-02")
+@pytest.mark.req("R-SEL-02", "R-EXC-03")
 def test_determinism_and_capture_filter() -> None:
     assert codes(call(deterministic=True), "flash3.attention.fwd") == ["NOT_DETERMINISTIC"]
     assert select(call(deterministic=True), world()).chosen == "sdpa.attention.math"
     assert codes(call(capturing=True), "flash3.attention.fwd") == ["CUDA_GRAPH_UNSAFE"]
     assert select(call(capturing=True), world()).chosen == "sdpa.attention.math"
     refused = select(call(capturing=True), world(FA2, FA3))
-    assert isinstance(refuse(refused), CudaGraphUnsafeError)
+    error = refuse(refused)
+    assert isinstance(error, CudaGraphUnsafeError) and error.code == "CUDA_GRAPH_UNSAFE"
+    assert "flash2.attention.fwd" in str(error) and "flash3.attention.fwd" in str(error)
 
 
 def test_batch_invariance_filters_and_one_kernel_serves_all_sizes() -> None:
@@ -432,7 +434,25 @@ def test_the_report_holds_every_candidate_with_reasons_scores_and_costs(lab: Any
     assert "PLATFORM_MISMATCH" in text
 
 
-@pytest.mark.req("R-API-16", "R-API-18", "R-API-24", "R-API-30", "R-CORE-23")
+@pytest.mark.req("R-SEL-05")
+def test_a_kernel_is_rejected_for_everything_that_speaks_against_it_and_the_report_says_it_all(lab: Any) -> None:
+    lab.use(
+        lab.kernel("odd.rms_norm.k", priority=99, dtypes=frozenset({"float16"}), limits=(("hidden", Limit(max=4)),)),
+        lab.kernel("fine.rms_norm.k", priority=98),
+        deny=["odd"],
+    )
+    report = lz.explain("rms_norm", torch.randn(2, 8), torch.ones(8))
+    wanted = {"POLICY_DENIED", "DTYPE_UNSUPPORTED", "DIM_OUT_OF_RANGE"}
+    (shown,) = (item for item in report.to_dict()["candidates"] if item["kernel_id"] == "odd.rms_norm.k")
+    told = str(report).partition("odd.rms_norm.k  rejected\n")[2].partition("      ->")[0].splitlines()
+    assert {why.code.value for why in report.reasons["odd.rms_norm.k"]} == wanted
+    assert {why["code"] for why in shown["reasons"]} == wanted and shown["score"] is None
+    assert {line.strip().partition(":")[0] for line in told} == wanted
+    assert (report.chosen, report.candidates[0].score) == ("fine.rms_norm.k", 98.0)
+    assert "chosen: fine.rms_norm.k  score 98.0" in str(report)
+
+
+@pytest.mark.req("R-API-16", "R-API-17", "R-API-18", "R-API-24", "R-API-30", "R-CORE-23")
 def test_select_which_and_dry_run_agree_and_run_nothing(lab: Any) -> None:
     q = torch.randn(1, 5, 2, 16)
     decision = lz.select("attention", q, q, q, layout="BSHD")
