@@ -190,10 +190,16 @@ def test_causal_lse_and_gradient_are_part_of_the_key(fresh):
     assert fresh.misses == 4
 
 
+@pytest.mark.req("R-QUANT-08")
 def test_mixed_dtypes_and_autocast_are_understood():
     q, k, v = tensors()
     mixed = lz.grouped_attention(q, k.double(), v, batch())
     assert mixed.dtype == torch.float32
+    torch.testing.assert_close(mixed, lz.grouped_attention(q, k, v, batch()))
+    for words in ({"allow_adaptation": False}, {"strict_mode": True}):
+        with lz.scoped(**words), pytest.raises(lz.errors.LayerZeroError) as caught:
+            lz.grouped_attention(q, k.double(), v, batch())
+        assert {"DTYPE_MIXED", "ADAPTATION_NOT_ALLOWED"} & {caught.value.code, *(r.code for r in caught.value.reasons)}
     with torch.autocast("cpu", torch.bfloat16):
         out = lz.grouped_attention(q, k, v, batch())
     assert out.dtype == torch.bfloat16

@@ -547,6 +547,18 @@ def test_every_op_on_codes_has_their_granularity_in_its_context(granularity):
         assert (ctx.quant_format, ctx.granularity, ctx.dim("block")) == ("int8", granularity, options.get("block_size"))
 
 
+@pytest.mark.req("R-QUANT-04")
+@pytest.mark.parametrize(("first", "then"), [("channel", "tensor"), ("tensor", "channel"), ("channel", "block")])
+def test_a_hot_call_with_scales_of_one_granularity_does_not_serve_those_of_another(lab, first, then):
+    lab.use(lab.kernel("picky.linear.k", priority=99, quant_formats=frozenset({"int8"}),
+                       granularities=frozenset({first}), features=frozenset({"weight_only"})))  # fmt: skip
+    x, weight = draw(3, 128), draw(16, 128, seed=1)
+    kept = {name: lz.quantize(weight, "int8", granularity=name) for name in (first, then)}
+    for _ in range(3):
+        assert lab.run(lz.linear, x, kept[first])[1] == ["picky.linear.k"]
+        assert "picky.linear.k" not in lab.run(lz.linear, x, kept[then])[1]
+
+
 @pytest.mark.req("R-QUANT-03", "R-QUANT-04", "R-QUANT-05", "R-CTX-13")
 def test_format_granularity_and_packing_stand_in_the_context_and_in_the_reasons():
     qt = weight_of("int4", block_size=16, symmetric=False)

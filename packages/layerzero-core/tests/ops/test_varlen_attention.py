@@ -11,7 +11,7 @@ import torch
 import layerzero as lz
 from layerzero.backends.reference.varlen import varlen_attention as reference
 from layerzero.backends.reference.varlen import varlen_masked
-from layerzero.errors import InvalidInputError, LayerZeroError
+from layerzero.errors import InvalidInputError, LayerZeroError, NoKernelFoundError
 from layerzero.numerics import Tolerance, assert_close, tolerance
 from layerzero.runtime.state import state
 
@@ -248,6 +248,22 @@ def test_strided_inputs_give_the_same_result(oracle):
     assert report.chosen == "reference.varlen_attention.plain"
     assert report.decision.candidate("sdpa.varlen_attention.each_cpu").reasons[0].code == "STRIDE_LAST_DIM"
     assert_close(lz.varlen_attention(stepped, k, v, *cu), want, tolerance("attention", torch.float32))
+
+
+@pytest.mark.req("R-QUANT-08")
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_one_input_of_another_dtype_is_cast_to_the_query_or_refused(odd):
+    mixed = [t.bfloat16() if place == odd else t for place, t in enumerate(inputs(*SELF))]
+    cu = offsets(SELF[0])
+    out = lz.varlen_attention(*mixed, cu, cu)
+    assert out.dtype is mixed[0].dtype
+    want = lz.varlen_attention(*(t.to(mixed[0].dtype) for t in mixed), cu, cu)
+    assert_close(out, want, tolerance("attention", mixed[0].dtype))
+    for words in ({"allow_adaptation": False}, {"strict_mode": True}):
+        with lz.scoped(**words), pytest.raises((InvalidInputError, NoKernelFoundError)) as caught:
+            lz.varlen_attention(*mixed, cu, cu)
+        said = {caught.value.code, *(why.code for why in caught.value.reasons)}
+        assert {"DTYPE_MIXED", "ADAPTATION_NOT_ALLOWED"} & said
 
 
 def test_autocast_casts_tokens_and_leaves_slopes_alone():
