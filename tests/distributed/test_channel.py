@@ -430,6 +430,35 @@ def test_no_rank_goes_on_from_a_comparison_before_the_last_has_settled() -> None
     assert gone_early == [[]] and sorted(gone) == [0, 1, 2]
 
 
+@pytest.mark.req("R-DIST-03")
+@pytest.mark.parametrize(
+    "other",
+    [
+        (torch.ones(5, 8), W),
+        (X.bfloat16(), W.bfloat16()),
+        (X.double(), W.double()),
+        (torch.ones(8, 4).T, W),
+        (torch.ones(4, 8, requires_grad=True), W),
+        (X, None),
+    ],
+    ids=["rows", "bfloat16", "float64", "strides", "gradient", "no weight"],
+)
+def test_calls_that_differ_in_anything_a_choice_sees_are_refused_on_every_rank_before_the_barrier(other: Any) -> None:
+    lz.select("rms_norm", X, W)  # the kernels are there before the threads are
+    found, store = {rank: facts(rank) for rank in range(2)}, HashStore()
+    met: list[str] = []
+
+    def compare(rank: int) -> None:
+        agreement = Agreement(Channel(store, rank, (0, 1), 60.0), found, judge(found), False)
+        with pytest.raises(DistributedError, match="ranks call rms_norm differently") as caught:
+            agreement.confirm("rms_norm", *(other if rank else (X, W)), 1e-6)
+        met.append(caught.value.code)
+        assert agreement.channel.round == 1, "nobody waits at a barrier that the other may never reach"
+
+    run_threads(2, compare)
+    assert met == ["RANK_DISAGREEMENT"] * 2
+
+
 def test_one_process_agrees_with_itself_and_wrong_arguments_are_refused() -> None:
     found = lz.agree()
     assert found.size == 1 and found.findings.alike and found.choices is None
