@@ -79,6 +79,7 @@ def test_bfloat16_logits_are_no_further_from_float32_than_the_unpatched_models()
     assert ours <= LOGITS + 1.25 * own
 
 
+@pytest.mark.req("R-PT-06")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_and_inference_mode_give_what_they_give_the_unpatched_model(dtype: torch.dtype) -> None:
     stock = llama()

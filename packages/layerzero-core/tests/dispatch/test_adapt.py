@@ -215,6 +215,7 @@ def test_gradients_flow_through_adaptations(lab: Any) -> None:
             torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.req("R-PT-06")
 def test_under_autocast_masks_and_slopes_keep_their_precision(lab: Any) -> None:
     seen: list[Any] = []
 
@@ -227,7 +228,9 @@ def test_under_autocast_masks_and_slopes_keep_their_precision(lab: Any) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         lz.attention(*tensors(), torch.randn(5, 7))
         lz.attention(*tensors(), alibi_slopes=torch.rand(4))
-        lz.attention(*(t.double() for t in tensors()))
+        double = [t.double() for t in tensors()]
+        assert lz.attention(*double).dtype is torch.float64
+        assert lz.explain("attention", *double).context.dtype == "float64", "as in torch, autocast leaves it alone"
     brain = [torch.bfloat16] * 3
     assert seen[0][:4] == [*brain, torch.float32]
     assert seen[1][:3] == brain
