@@ -100,6 +100,7 @@ def test_the_budget_ends_a_race_but_everyone_has_the_least_samples(clock):
     assert found.rounds == 3 and {t.samples for t in found.times.values()} == {3}
 
 
+@pytest.mark.req("R-TUNE-03")
 def test_drift_hits_everyone_alike(clock):
     speed = {"now": 1.0}
 

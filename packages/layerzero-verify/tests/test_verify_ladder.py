@@ -186,6 +186,8 @@ def test_stages_that_agree_accuse_nobody() -> None:
 @pytest.mark.req("R-PAR-11")
 def test_red_flags_are_a_difference_above_one_a_lone_outlier_and_exponential_growth() -> None:
     assert "bug, not rounding" in red_flags(rows(attn_out=1.5))[0]
+    assert "bug, not rounding" in red_flags(rows(attn_out=1.001))[0]
+    assert not any("bug" in text for text in red_flags(rows(attn_out=1.0))), "what is far off is not yet a bug"
     assert any("far worse" in text and "attn_out" in text for text in red_flags(rows(attn_out=0.5)))
     assert red_flags(rows(attn_out=1.5e-4)) == (), "a little above the limit is no red flag"
     assert grows_exponentially([1e-7 * 2.0**step for step in range(20)])

@@ -76,7 +76,7 @@ def no_driver_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
     return tmp_path
 
 
-@pytest.mark.req("R-DEV-04", "R-CORE-20", "R-CORE-21", "R-ENV-01", "R-BK-FA4-01", "R-DEV-03")
+@pytest.mark.req("R-DEV-04", "R-CORE-20", "R-CORE-21", "R-ENV-01", "R-BK-FA4-01", "R-DEV-03", "R-DEV-05")
 @pytest.mark.parametrize(("major", "minor"), [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_cuda_device_is_described_from_its_properties(major: int, minor: int, no_driver_files: Any) -> None:
     (no_driver_files / "_KERNEL_DRIVER").write_text("580.65.06\n")
@@ -302,7 +302,7 @@ def test_free_memory_of_a_lost_device_is_not_known() -> None:
     assert free_bytes("cuda", torch=torch) is None
 
 
-@pytest.mark.req("R-MEM-03")
+@pytest.mark.req("R-MEM-03", "R-MEM-05")
 def test_host_memory_respects_the_limit_of_the_container(tmp_path: Any) -> None:
     meminfo = "MemTotal: 2000 kB\nMemAvailable:    1000 kB\n"
     assert available_host_bytes(meminfo, cgroup=str(tmp_path)) == 1000 * 1024
