@@ -164,7 +164,7 @@ MODES: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
 }
 
 
-@pytest.mark.req("R-SEL-02")
+@pytest.mark.req("R-SEL-02", "R-CACHE-11")
 @pytest.mark.parametrize("name", MODES)
 def test_each_mode_of_torch_alone_changes_the_choice(lab: Any, name: str) -> None:
     asks, mode = MODES[name]
@@ -502,6 +502,31 @@ def test_the_tf32_switch_is_read_in_both_of_torchs_spellings():
         assert not modes.SWITCHES["tf32"]()
     finally:
         matmul.fp32_precision = before
+
+
+NORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "rows": lambda x, w: lz.rms_norm(x[:2], w),
+    "dtype": lambda x, w: lz.rms_norm(x.double(), w.double()),
+    "dtype of the weight alone": lambda x, w: lz.rms_norm(x, w.double()),
+    "strides": lambda x, w: lz.rms_norm(x.repeat(1, 2)[:, ::2], w),
+    "strides of the weight": lambda x, w: lz.rms_norm(x, w.repeat(2)[::2]),
+    "gradient": lambda x, w: lz.rms_norm(x.clone().requires_grad_(), w),
+    "backend": lambda x, w: lz.rms_norm(x, w, backend="reference"),
+    "autocast": torch.autocast("cpu", dtype=torch.bfloat16)(lambda x, w: lz.rms_norm(x, w)),
+    "dtype of autocast": torch.autocast("cpu", dtype=torch.float16)(lambda x, w: lz.rms_norm(x, w)),
+}
+
+
+@pytest.mark.req("R-CACHE-11")
+def test_every_attribute_of_a_norm_has_a_key_of_its_own_and_values_have_none(lab: Any) -> None:
+    for _ in range(2):
+        lz.rms_norm(torch.randn(3, 8), torch.ones(8))
+    keys = len(state.world.hot)
+    for number, (name, call) in enumerate(NORMS.items(), 1):
+        for _ in range(2):
+            call(torch.randn(3, 8), torch.randn(8))
+            lz.rms_norm(torch.randn(3, 8), torch.randn(8), 1e-3)
+            assert len(state.world.hot) == keys + number, name
 
 
 def key_of(op: str, *args: Any, layout: str | None = None) -> Any:
