@@ -293,6 +293,7 @@ def test_a_page_number_outside_the_cache_never_reads_another_page(page):
     assert caught.value.code == "BLOCK_TABLE_INVALID"
 
 
+@pytest.mark.req("R-QUANT-08")
 def test_a_cache_of_another_dtype_has_no_kernel_yet_and_says_so():
     *args, _ = scene([5])
     args[2:4] = [t.to(torch.float8_e4m3fn) for t in args[2:4]]

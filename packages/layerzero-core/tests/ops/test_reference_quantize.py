@@ -260,6 +260,7 @@ def test_a_scale_is_the_peak_of_its_group_over_the_largest_code(fmt, granularity
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize(("fmt", "low", "high"), [("int8", -128, 127), ("int4", -8, 7)])
 @pytest.mark.parametrize("granularity", ["tensor", "channel", "block"])
+@pytest.mark.req("R-QUANT-01")
 def test_asymmetric_integers_use_every_code_and_keep_zero_exact(fmt, low, high, granularity, backend):
     x = draw(4, 128).abs() * 3 + torch.tensor([[-0.5], [0.0], [2.0], [-9.0]])
     x[:, 7] = 0.0
