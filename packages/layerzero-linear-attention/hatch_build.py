@@ -1,14 +1,17 @@
 """Build hook: compile the CPU kernels into the wheel, or beside the sources for an editable install.
 
 Without a compiler, or with one that cannot build them, the package is made all the same, without them.
-LAYERZERO_CPU_REQUIRE_NATIVE=1 makes that an error, as for layerzero-cpu.
+LAYERZERO_CPU_REQUIRE_NATIVE=1 makes that an error. LAYERZERO_CPU_OBJECTS names a folder that keeps what was compiled
+for the next wheel of the same sources, as for layerzero-cpu.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import re
+import shutil
 import sys
 import sysconfig
 import tempfile
@@ -37,6 +40,21 @@ def platform_tag(library: Path) -> str:
     return here.replace("linux_", f"manylinux_{major}_{minor}_", 1)
 
 
+def compiled(builder: Any, out: Path) -> Path:
+    """The library, compiled or kept from a build of the same file, by the same program and the same compiler."""
+    objects = os.environ.get("LAYERZERO_CPU_OBJECTS")
+    if not objects:
+        return Path(builder.build(out))
+    digest = hashlib.sha256(builder.SOURCE.read_bytes() + b"\0" + Path(builder.__file__).read_bytes())
+    digest.update(f"\0{os.environ.get('CXX', '')}\0{sysconfig.get_platform()}".encode())
+    kept = Path(objects) / f"linear-attention-{digest.hexdigest()[:16]}.so"
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        builder.build(kept)  # whole or not at all
+    shutil.copyfile(kept, out)
+    return out
+
+
 class NativeKernels(BuildHookInterface[Any]):
     """Runs before the wheel is put together."""
 
@@ -48,7 +66,7 @@ class NativeKernels(BuildHookInterface[Any]):
             return
         self.room = tempfile.TemporaryDirectory(prefix="layerzero-linear-attention-wheel-")
         try:
-            made = builder.build(Path(self.room.name) / builder.LIBRARY.name)
+            made = compiled(builder, Path(self.room.name) / builder.LIBRARY.name)
         except builder.BuildError as error:
             if os.environ.get("LAYERZERO_CPU_REQUIRE_NATIVE") == "1":
                 raise

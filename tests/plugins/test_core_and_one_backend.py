@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from subprocess import CompletedProcess
 
 import pytest
 
-from tools.fresh import Fresh, fresh, sixty_seconds
+from tools.fresh import Forked, Fresh, fresh, sixty_seconds
 from tools.workspace import ROOT, packages
 
 pytest.importorskip("hatchling", reason="missing tool: hatchling")
@@ -27,27 +29,33 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Fresh:
     return found
 
 
-def answer(place: Fresh, program: str) -> str:
-    done = place.run("-c", program)
+@pytest.fixture(scope="module")
+def forked(place: Fresh) -> Iterator[Forked]:
+    with place.forking() as run:
+        yield run
+
+
+def answer(run: Callable[..., CompletedProcess[str]], program: str) -> str:
+    done = run("-c", program)
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
     return done.stdout
 
 
 def test_nothing_else_of_ours_is_there(place: Fresh):
     ask = "from importlib.metadata import distributions as d; print(*sorted(x.name for x in d() if 'zero' in x.name))"
-    assert answer(place, ask).split() == INSTALLED
+    assert answer(place.run, ask).split() == INSTALLED
 
 
 def test_the_sixty_seconds_of_the_readme_run(place: Fresh):
-    shown = answer(place, sixty_seconds())
+    shown = answer(place.run, sixty_seconds())
     assert "attention" in shown.splitlines()[0], "the chosen kernel"
     assert "flashinfer" in shown, "the backend is a candidate, with its reason"
 
 
-def test_doctor_and_list_of_the_readme_run_and_know_the_backend(place: Fresh):
-    doctor = place.run("-m", "layerzero_cli", "doctor")
+def test_doctor_and_list_of_the_readme_run_and_know_the_backend(forked: Forked):
+    doctor = forked("-m", "layerzero_cli", "doctor")
     assert doctor.returncode == 0, doctor.stdout[-1500:] + doctor.stderr[-1500:]
-    listed = place.run("-m", "layerzero_cli", "list")
+    listed = forked("-m", "layerzero_cli", "list")
     assert listed.returncode == 0 and "flashinfer." in listed.stdout
 
 
@@ -122,18 +130,21 @@ print(lz.which("gated_delta_rule", key, key, value, zero, zero + 1))
 def test_a_package_of_ops_works_beside_the_core_and_removed_leaves_nothing(tmp_path):
     alone = fresh(tmp_path)
     alone.install(ROOT / "packages" / "layerzero-core")
-    before = (
-        sorted(item.name for item in alone.site.iterdir()),
-        answer(alone, "import layerzero as lz; print(dir(lz.ops))"),
-    )
-    alone.install(ROOT / "packages" / "layerzero-linear-attention")
-    assert answer(alone, _OPS).split() == ["linear_attention.gated_delta_rule.native"]
-    doctor = alone.run("-m", "layerzero_cli", "doctor")
-    assert doctor.returncode == 0 and "linear_attention" in doctor.stdout, doctor.stdout[-1500:]
-    alone.pip("uninstall", "-y", "layerzero-linear-attention")
-    left = sorted(item.name for item in alone.site.iterdir())
-    gone = alone.run("-c", "import layerzero as lz; print(dir(lz.ops)); lz.ops.gated_delta_rule")
-    assert (left, gone.stdout) == before
-    assert gone.returncode != 0 and "AttributeError" in gone.stderr
-    listed = alone.run("-m", "layerzero_cli", "list")
-    assert listed.returncode == 0 and "delta" not in listed.stdout
+    with alone.forking() as run:
+        before = (
+            sorted(item.name for item in alone.site.iterdir()),
+            answer(run, "import layerzero as lz; print(dir(lz.ops))"),
+        )
+        alone.install(ROOT / "packages" / "layerzero-linear-attention")
+        assert answer(run, _OPS).split() == ["linear_attention.gated_delta_rule.native"]
+        # named unasked, and well when probed; test_doctor_and_list_of_the_readme probes all there are
+        for asked in ("--no-probe", "linear_attention"):
+            doctor = run("-m", "layerzero_cli", "doctor", asked)
+            assert doctor.returncode == 0 and "linear_attention" in doctor.stdout, doctor.stdout[-1500:]
+        alone.pip("uninstall", "-y", "layerzero-linear-attention")
+        left = sorted(item.name for item in alone.site.iterdir())
+        gone = run("-c", "import layerzero as lz; print(dir(lz.ops)); lz.ops.gated_delta_rule")
+        assert (left, gone.stdout) == before
+        assert gone.returncode != 0 and "AttributeError" in gone.stderr
+        listed = run("-m", "layerzero_cli", "list")
+        assert listed.returncode == 0 and "delta" not in listed.stdout

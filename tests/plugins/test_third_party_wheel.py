@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 
 from layerzero_verify.scaffold import write_plugin
 from tools import faulty_plugins as faults
-from tools.fresh import Fresh, fresh
+from tools.fresh import Forked, Fresh, fresh
 from tools.workspace import ROOT
 
 pytest.importorskip("hatchling", reason="missing tool: hatchling")
@@ -52,9 +54,9 @@ print("ANSWER " + json.dumps({
 """
 
 
-def ask(place: Fresh) -> dict[str, Any]:
+def ask(run: Callable[..., CompletedProcess[str]]) -> dict[str, Any]:
     """What LayerZero in the environment selects, runs and has loaded."""
-    done = place.run("-c", _ASK)
+    done = run("-c", _ASK)
     lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
     assert lines, done.stdout[-1500:] + done.stderr[-3000:]
     found: dict[str, Any] = json.loads(lines[-1].removeprefix("ANSWER "))
@@ -70,9 +72,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Fresh:
 
 
 @pytest.fixture(scope="module")
-def alone(place: Fresh) -> dict[str, Any]:
+def forked(place: Fresh) -> Iterator[Forked]:
+    """A Python there that has loaded torch; what it is asked, a child of it answers."""
+    with place.forking() as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def alone(forked: Forked) -> dict[str, Any]:
     """What the core alone answers, before any plugin has been there."""
-    return ask(place)
+    return ask(forked)
 
 
 @pytest.fixture(scope="module")
@@ -104,12 +113,12 @@ def test_core_alone_is_installed_and_knows_no_stranger(place: Fresh, alone: dict
 
 @pytest.mark.req("R-REG-05")
 def test_the_wheel_is_found_selected_run_and_gone_after_uninstalling(
-    place: Fresh, alone: dict[str, Any], package: Path
+    place: Fresh, forked: Forked, alone: dict[str, Any], package: Path
 ) -> None:
     before = alone
     place.install(package)
     try:
-        with_it = ask(place)
+        with_it = ask(forked)
         assert with_it["records"]["acme"] == ["ok", [], "layerzero-acme", "0.1.0"]
         assert with_it["rms_norm"] == with_it["chosen"] == "acme.rms_norm.plain", "selected where its score wins"
         assert with_it["attention"] == before["attention"], "and not where it does not"
@@ -117,12 +126,12 @@ def test_the_wheel_is_found_selected_run_and_gone_after_uninstalling(
 
         # what the package's extra `test` asks for
         place.install(ROOT / "packages" / "layerzero-verify")
-        kit = place.run("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=package)
+        kit = forked("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=package)
         assert kit.returncode == 0, kit.stdout[-3000:]
         assert int(kit.stdout.split(" passed")[0].split()[-1]) >= 80
     finally:
         place.pip("uninstall", "-y", "layerzero-acme")
-    after = ask(place)
+    after = ask(forked)
     assert "acme" not in after["records"] and after["calls"] is None
     assert {key: after[key] for key in ("rms_norm", "attention", "records")} == {
         key: before[key] for key in ("rms_norm", "attention", "records")
@@ -143,7 +152,7 @@ print("ANSWER", lz.which("rms_norm", x, weight), lz.which("squared_relu", x, 2.0
 
 
 @pytest.mark.needs_tool("cc")
-def test_a_kernel_in_c_and_a_new_op_go_from_scaffold_to_chosen_wheels(place: Fresh) -> None:
+def test_a_kernel_in_c_and_a_new_op_go_from_scaffold_to_chosen_wheels(place: Fresh, forked: Forked) -> None:
     norm = write_plugin("cnorm", place.folder, op="rms_norm", lang="c")
     descriptor = norm / "src" / "layerzero_cnorm" / "capabilities.json"
     descriptor.write_text(descriptor.read_text(encoding="utf-8").replace('"priority": 1', '"priority": 95'))
@@ -153,10 +162,10 @@ def test_a_kernel_in_c_and_a_new_op_go_from_scaffold_to_chosen_wheels(place: Fre
         tags = [wheel.name.split("-", 2)[2] for wheel in (place.folder / "wheels").glob("layerzero_c[nr]*.whl")]
         assert len(tags) == 2 and all(tag.startswith("cp311-abi3-") for tag in tags)
         assert sys.platform != "linux" or all("-manylinux_2_" in tag for tag in tags)
-        answer = place.run("-c", _ASK_IN_C)
+        answer = forked("-c", _ASK_IN_C)
         assert answer.stdout == "ANSWER cnorm.rms_norm.c crelu.squared_relu.c\n", answer.stderr[-3000:]
         for package in (norm, new_op):
-            kit = place.run("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=package)
+            kit = forked("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=package)
             assert kit.returncode == 0, kit.stdout[-3000:]
             assert int(kit.stdout.split(" passed")[0].split()[-1]) >= 20, kit.stdout[-300:]
     finally:
@@ -171,7 +180,7 @@ def test_installed_packages_that_break_in_every_way_cost_only_themselves(place: 
     extra = place.site / "faulty.pth"
     extra.write_text(f"{place.folder / 'faulty'}\n", encoding="utf-8")
     try:
-        broken = ask(place)
+        broken = ask(place.run)  # from the start: .pth files are read then
     finally:
         extra.unlink()
     for kind in faults.SOURCES:
