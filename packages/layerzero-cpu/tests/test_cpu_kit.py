@@ -24,14 +24,14 @@ def test_the_backend_passes_the_kit(isa: str, tmp_path: Path) -> None:
     settings = "[pytest]\nfilterwarnings =\n    error\n    ignore:mkldnn_matmul failed\n"
     (tmp_path / "pytest.ini").write_text(settings, encoding="utf-8")
     command = [
-        sys.executable, "-m", "pytest", "-q", "-rf", "--tb=short", "-p", "no:cacheprovider",
+        sys.executable, "-m", "pytest", "-q", "-rf", "--tb=short", "-p", "no:cacheprovider", "-p", "no:logging",
         "-p", "layerzero_verify.testing.pytest_plugin", "--lz-plugin", "layerzero_cpu.plugin", str(tmp_path),
         *(("--lz-compositions", str(THOROUGH)) if PROVING else ()),
     ]  # fmt: skip
     done = subprocess.run(
         command,
         cwd=tmp_path,
-        env={**os.environ, "LAYERZERO_CPU_ISA": isa},
+        env={**os.environ, "LAYERZERO_CPU_ISA": isa, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         timeout=580,

@@ -130,10 +130,11 @@ def test_the_new_plugin_passes_the_kit(tmp_path: Path) -> None:
     paths = [str(target / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     report = tmp_path / "report.xml"
     command = [
-        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--lz-plugin", "layerzero_fresh.plugin",
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:logging",
+        "--lz-plugin", "layerzero_fresh.plugin",
         f"--junitxml={report}",
     ]  # fmt: skip
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=target, env=env, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
     passed = int(done.stdout.split(" passed")[0].split()[-1])

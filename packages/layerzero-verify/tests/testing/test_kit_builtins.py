@@ -28,7 +28,18 @@ for name, module in json.loads(sys.argv[1]).items():
     codes[name] = int(pytest.main([*sys.argv[2:], "--lz-plugin", module]))
 print("RESULT " + json.dumps(codes))
 """
-_OPTIONS = ("-q", "-rf", "--tb=short", "-p", "no:cacheprovider", "-p", "layerzero_verify.testing.pytest_plugin")
+# Without log capture: it visits each of torch's loggers before and after each step of each test, a third of the time.
+_OPTIONS = (
+    "-q",
+    "-rf",
+    "--tb=short",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:logging",
+    "-p",
+    "layerzero_verify.testing.pytest_plugin",
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +48,8 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, int], str]:
     folder = _suite(tmp_path_factory.mktemp("kit"))
     done = subprocess.run(
         [sys.executable, "-c", _DRIVER, json.dumps(PLUGINS), *_OPTIONS, str(folder)],
-        cwd=folder, env=dict(os.environ), capture_output=True, text=True, timeout=500, check=False,
+        cwd=folder, env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     answers = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert answers, done.stdout[-4000:] + done.stderr[-1000:]

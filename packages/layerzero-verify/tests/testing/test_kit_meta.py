@@ -39,7 +39,8 @@ for folder, module, choice in json.loads(sys.argv[1]):
     sys.path.insert(0, folder + "/src")
     collect = Collect()
     config = ["--rootdir", folder, "-c", folder + "/pyproject.toml", "--lz-plugin", module]
-    args = ["-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", *config, *choice, folder + "/tests"]
+    plain = ["-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "no:logging"]
+    args = [*plain, *config, *choice, folder + "/tests"]
     code = pytest.main(args, plugins=[collect])
     if code not in (0, 1):
         collect.failed["collection"] = f"pytest ended with code {code}"
@@ -78,7 +79,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     jobs = [(str(broken_backends.build(name, folder)), f"layerzero_{name}.plugin", _choice(name)) for name in NAMES]
     done = subprocess.run(
         [sys.executable, "-c", _DRIVER, json.dumps(jobs)],
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         timeout=500,

@@ -252,10 +252,9 @@ def _cosine(a: Tensor, e: Tensor) -> float:
 
 
 def _spot(a: Tensor, e: Tensor, gap: Tensor, position: int) -> ErrorLocation:
-    import torch
-
     got, want, error = (x.flatten()[position].item() for x in (a, e, gap))
-    index = tuple(int(axis) for axis in torch.unravel_index(torch.tensor(position), e.shape))
+    # By hand: torch.unravel_index imports sympy, which takes a second.
+    index = tuple(position // math.prod(e.shape[axis + 1 :]) % size for axis, size in enumerate(e.shape))
     return ErrorLocation(index, got, want, error, error / (abs(want) + _REL_EPS))
 
 

@@ -194,14 +194,13 @@ def reduction(args: tuple[Any, ...]) -> int:
 
 def gradients(result: Any, args: tuple[Any, ...]) -> list[Tensor]:
     """Gradients of the leaves; the outputs are weighed by numbers that every dtype holds exactly."""
-    outs, seeds = [], []
+    outs = []  # sums, whose gradients need no start: torch imports sympy for one that is given
     for item in flat(result):
         if item.is_floating_point() and item.requires_grad:
-            outs.append(item)
             place = torch.arange(item.numel(), device=item.device, dtype=torch.float32).reshape(item.shape)
-            seeds.append(((place % 9) / 4 - 1).to(item.dtype))
+            outs.append((item * ((place % 9) / 4 - 1).to(item.dtype)).sum())
     leaves = [item for item in args if isinstance(item, Tensor) and item.requires_grad and item.is_leaf]
-    found = torch.autograd.grad(outs, leaves, seeds, allow_unused=True) if outs else (None,) * len(leaves)
+    found = torch.autograd.grad(outs, leaves, allow_unused=True) if outs else (None,) * len(leaves)
     return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
 
 

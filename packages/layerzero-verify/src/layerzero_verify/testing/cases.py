@@ -199,10 +199,11 @@ def fit(spec: KernelSpec, name: str, preferred: int) -> int:
         allowed = sorted(limit.one_of)
     else:
         step = limit.multiple_of or 1
-        low = max(limit.min or 1, 1)
-        first = -(-low // step) * step
+        first = -(-max(limit.min or 1, 1) // step) * step
         top = limit.max if limit.max is not None else max(preferred, first) + step
-        allowed = list(range(first, top + 1, step)) if top - first < 10**6 else [first, -(-preferred // step) * step]
+        steps, near = range(first, top + 1, step), max((preferred - first) // step, 0)
+        around = steps[near : near + 2] or steps[-1:]
+        allowed = list(around) if top - first < 10**6 else [first, -(-preferred // step) * step]
     allowed = [value for value in allowed if not limit.problems(name, value)] or [preferred]
     return min(allowed, key=lambda value: (abs(value - preferred), value))
 

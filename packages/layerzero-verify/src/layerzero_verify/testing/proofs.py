@@ -93,7 +93,7 @@ def prove(target: str, options: Iterable[str] = ()) -> Recorder:
     with tempfile.TemporaryDirectory(prefix="lz-proof-") as folder:
         Path(folder, "test_conformance.py").write_text(_SUITE, encoding="utf-8")
         arguments = [
-            "-q", "--tb=line", "--color=no", "--import-mode=importlib", "-p", "no:cacheprovider",
+            "-q", "--tb=line", "--color=no", "--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:logging",
             "-p", "layerzero_verify.testing.pytest_plugin", "--lz-plugin", target, "--rootdir", folder,
             "-c", os.devnull, *options, folder,
         ]  # fmt: skip

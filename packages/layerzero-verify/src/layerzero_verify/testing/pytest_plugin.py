@@ -7,6 +7,7 @@ kernel does not declare, and what this machine cannot run, is skipped with the r
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the suite's marker known."""
+    gc.freeze()  # what is imported stays: pytest collects garbage several times at its end
     config.addinivalue_line("markers", "lz_group(name): the group of cases a conformance test runs")
 
 

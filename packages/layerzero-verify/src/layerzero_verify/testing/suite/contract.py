@@ -29,12 +29,11 @@ _HEAVY = (
 )
 
 _REGISTER = """
-import json, sys
+import json, pkgutil, sys
 from layerzero.plugin.manager import call_hook
 from layerzero.plugin.registrar import Registrar
-from layerzero_verify.testing.kit import import_string
 before = set(sys.modules)
-plugin = import_string(sys.argv[1])
+plugin = pkgutil.resolve_name(sys.argv[1])
 call_hook(plugin, "layerzero_register", registrar=Registrar("under_test"))
 print("LOADED " + json.dumps(sorted(set(sys.modules) - before)))
 """
