@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from layerzero.errors import DeviceLostError
 from layerzero.health.breaker import BreakerPhase
 from layerzero.health.quarantine import Quarantine
 from layerzero.model.enums import Platform
+from layerzero.runtime import timers
 from layerzero.runtime.state import state
 from tools.threads import wait_until
 
@@ -23,6 +26,39 @@ LOST = RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
 def phase(name: str) -> BreakerPhase:
     return state.health.snapshot().state(name).phase
+
+
+@pytest.mark.req("R-FAIL-10")
+def test_a_call_that_hangs_just_as_the_watching_thread_ends_is_seen(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread ends when it has found no call twenty times; the call begins while it sleeps after the last look."""
+    lab.use(lab.kernel("slow.rms_norm.hangs", priority=90))
+    spec = state.world.registry.kernels["slow.rms_norm.hangs"]
+    gate, inside, seen, watchdog, looks = *(threading.Event() for _ in range(3)), timers.Watchdog(), 0
+
+    def hangs() -> None:
+        inside.set()
+        gate.wait(60)
+
+    quick, stuck = watchdog.watched(lambda: seen.wait(60), spec, 60.0), watchdog.watched(hangs, spec, 0.05)
+
+    def sleep(seconds: float) -> None:
+        nonlocal looks
+        if not seen.is_set():  # after the first look, which found the quick call
+            seen.set()
+            wait_until(lambda: not watchdog._under_way)
+            return
+        looks += 1
+        if looks == 20:
+            threading.Thread(target=stuck, daemon=True).start()
+            assert inside.wait(60)
+        time.sleep(0.001)
+
+    monkeypatch.setattr(timers, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    quick()
+    wait_until(lambda: watchdog.overdue == 1)
+    assert phase("slow.rms_norm.hangs") is BreakerPhase.OPEN
+    gate.set()
+    wait_until(lambda: not watchdog._under_way and watchdog._thread is None)  # and it ends when there is nothing left
 
 
 @pytest.mark.req("R-HLTH-03", "R-FAIL-10")

@@ -232,7 +232,7 @@ class Watchdog:
 
     def _look(self) -> None:
         idle = 0
-        while idle < 20:
+        while idle < 20 or not self._ended():
             now = time.monotonic()
             calls = list(self._under_way.items())
             idle = 0 if calls else idle + 1
@@ -245,8 +245,13 @@ class Watchdog:
                     state.health.kernel_failed(kernel.kernel_id, str(why), kernel.backend)
             shortest = min((limit for _, (_, limit, _) in calls), default=0.2)
             time.sleep(min(0.25, max(0.002, shortest / 4)))
+
+    def _ended(self) -> bool:
         with self._lock:
-            self._thread = None
+            self._thread = None  # before the last look: a call that comes after it starts another thread
+            if self._under_way:
+                self._thread = threading.current_thread()
+            return self._thread is None
 
     def after_fork(self) -> None:
         """The thread and the calls are the parent's."""
