@@ -72,6 +72,7 @@ TESTS = (
     "policy/test_policy_rules.py",
     "plugin/test_registry.py",
     "selection/test_selection.py",
+    "selection/test_selection_report.py",
 )
 
 
