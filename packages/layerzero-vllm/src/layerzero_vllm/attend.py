@@ -101,9 +101,17 @@ def batch_of(block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> 
     return lz.paged_batch(block_table, seq_lens, query_lens=query_lens, host_lens=(seq_lens.tolist(), new))
 
 
-def attend(query: Tensor, caches: tuple[Tensor, Tensor], batch: Any, settings: Settings, causal: bool = True) -> Tensor:
-    """Attention of packed queries [tokens, heads, head_dim] over the pages of their sequences."""
-    found: Tensor = lz.paged_attention(query, *caches, batch, layout="HND", is_causal=causal, **settings.options)
+def attend(
+    query: Tensor,
+    caches: tuple[Tensor, Tensor],
+    batch: Any,
+    settings: Settings,
+    causal: bool = True,
+    kernel: str | None = None,
+) -> Tensor:
+    """Attention of packed queries [tokens, heads, head_dim] over the pages of their sequences, by one kernel or any."""
+    options = settings.options if kernel is None else {**settings.options, "backend": kernel}
+    found: Tensor = lz.paged_attention(query, *caches, batch, layout="HND", is_causal=causal, **options)
     return found
 
 

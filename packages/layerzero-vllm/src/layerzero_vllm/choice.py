@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 OURS, THEIRS = "layerzero", "vllm"
+TRITON = "TRITON_ATTN"  # vLLM's other backend for CUDA, which reads the same pages as its FLASH_ATTN
 Times = Mapping[str, Mapping[str, float]]  # phase, side, microseconds
 # A candidate of ours has to be clearly quicker: times taken at start-up scatter by a few per cent.
 MARGIN = 1.02
@@ -78,11 +79,13 @@ class Choice:
         return asdict(self) | {"kind": str(self.kind), "times": dict(self.times)}
 
 
-def phases(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> tuple[Phase, ...]:
+def phases(
+    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, batches: Sequence[int] = (1, 16)
+) -> tuple[Phase, ...]:
     """Batches to measure: decode of one sequence and of many, a prompt, and a chunk of a prompt that began earlier."""
     context = min(512, max_model_len)
     prompt = min(256, max_num_batched_tokens, max_model_len)
-    found = [Phase("decode", 1, 1, context), Phase("decode", min(16, max_num_seqs), 1, context)]
+    found = [Phase("decode", min(batch, max_num_seqs), 1, context) for batch in batches]
     found += [Phase("prefill", 1, prompt, prompt), Phase("chunked prefill", 1, min(128, prompt), context)]
     return tuple(dict.fromkeys(found))
 
@@ -112,6 +115,47 @@ def choose_one(kind: LayerKind, times: Times, kernels: Mapping[str, str], pinned
     """One side for all phases: ours where it is quicker in the geometric mean and in no phase clearly slower."""
     winner = pinned or quicker(times)
     return [_choice(kind, phase, timed, kernels, winner, pinned) for phase, timed in times.items()]
+
+
+def choose_quickest(
+    kind: LayerKind,
+    times: Times,
+    kernels: Mapping[str, str],
+    refused: Mapping[str, str],
+    pinned: str | None = None,
+) -> list[Choice]:
+    """One of all sides that were timed in each of these phases; `refused` says why others were not.
+
+    Another side than vLLM's first has to be clearly quicker in the geometric mean, and clearly slower in no phase.
+    """
+    gains = {
+        side: [timed[THEIRS] / timed[side] for timed in times.values()]
+        for side in next(iter(times.values()))
+        if all(side in timed for timed in times.values())
+    }
+    means = {side: math.exp(sum(map(math.log, ratios)) / len(ratios)) for side, ratios in gains.items()}
+    able = [side for side in means if means[side] >= MARGIN and min(gains[side]) >= 1 / MARGIN]
+    winner = pinned if pinned in means else max(able, key=means.__getitem__, default=THEIRS)
+    named = {THEIRS: "vLLM's own", TRITON: f"vLLM's {TRITON}"}
+    found = []
+    for phase, timed in times.items():
+        said = [f"{timed[THEIRS] / took:.2f}x as quick by {side}" for side, took in timed.items() if side != THEIRS]
+        said += [f"{pinned} is pinned"] if pinned is not None else []
+        reason = "; ".join([*said, *refused.values()])
+        found.append(Choice(kind, phase, winner, reason, named.get(winner) or kernels[phase], dict(timed)))
+    return found
+
+
+def together(choices: Sequence[Choice]) -> list[Choice]:
+    """Layers of one KV-cache group share a step's metadata: where their kinds differ in a phase, vLLM's serve all."""
+    winners: dict[str, set[str]] = {}
+    for choice in choices:
+        winners.setdefault(choice.phase, set()).add(choice.winner)
+    said = "layers of another kind in the same KV-cache group chose otherwise"
+    return [
+        choice if len(winners[choice.phase]) == 1 or choice.winner == THEIRS else choice.given_up(said)
+        for choice in choices
+    ]
 
 
 def quicker(times: Times) -> str:
