@@ -5,6 +5,7 @@ import contextlib
 import gc
 import os
 import shutil
+import sys
 import tempfile
 
 import pytest
@@ -14,7 +15,9 @@ from tools.pytest_lanes import pytest_itemcollected, pytest_runtest_makereport, 
 from tools.req_plugin import pytest_configure, pytest_make_collect_report
 
 # Inductor imports setuptools, which refuses where the standard distutils was imported before; both will do for it.
-os.environ.setdefault("SETUPTOOLS_USE_DISTUTILS", "stdlib")
+# From Python 3.12 on there is no standard one.
+if sys.version_info < (3, 12):
+    os.environ.setdefault("SETUPTOOLS_USE_DISTUTILS", "stdlib")
 # What somebody has measured on this machine must not decide what a test sees; tests that need a database name one.
 os.environ.setdefault("LAYERZERO_PERFDB", "off")
 # Nor what our machines have measured: it would depend on the processor here. Tests about it switch it on.

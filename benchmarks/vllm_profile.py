@@ -4,7 +4,8 @@
 
 torch's profiler looks at one step of prompts and one of single tokens, with ours as it chooses and pinned. The kernels
 are held by name against what the worker reports: where that names a kernel of ours, against this kernel run alone with
-the same arguments; where it says vLLM's own, against the same step of stock vLLM.
+the same arguments (in a captured graph, where no layer is seen: with drawn ones, and their number counts); where it
+says vLLM's own, against the same step of stock vLLM, and where vLLM's TRITON_ATTN, of stock vLLM with that backend.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ import vllm_cuda  # takes this folder from the path again: vllm.py is not vLLM
 
 RANGE, THEIR_RANGE = "layerzero::paged_attention", "vllm::unified_attention_with_output"
 UNLIKE = "steps whose kernels are not those explained"
-THEIRS = "vLLM's own"  # as reports say it
+THEIRS, TRITON = "vLLM's own", "vLLM's TRITON_ATTN"  # as reports say it
+FLASH = "flash::"  # in the names of FLASH_ATTN's kernels
+PAGE = 16  # tokens of a page, as vLLM has them by default
 PROFILED = (4, 256)  # prompts and their tokens: one step of prompts, then one of single tokens
 
 
@@ -64,6 +67,29 @@ def seen(call: Any) -> dict[str, Any]:
     kernels = collections.Counter(item["name"] for item in trace if item.get("cat") == kind)
     found = {"kernels": dict(kernels.most_common()), "on": "cuda" if kind == "kernel" else "cpu"}
     return {**found, "ours": inside(trace, RANGE), "vllm": inside(trace, THEIR_RANGE)}
+
+
+def said_of(choices: list[dict[str, Any]], kind: str, step: str) -> str:
+    """The kernel that a worker reports for a kind in the profiled step."""
+    timed = {one["phase"]: one["kernel"] for one in choices if one["kind"] == kind}
+    if step != "decode":
+        return str(next(kernel for phase, kernel in timed.items() if phase.startswith(step)))
+    batches = sorted(int(phase.removeprefix("decode B")) for phase in timed if phase.startswith("decode B"))
+    return str(timed[f"decode B{next((one for one in batches if one >= PROFILED[0]), batches[-1])}"])
+
+
+def in_a_graph(kind: Any, dtype: Any) -> tuple[Any, ...]:
+    """Arguments of ours for a step of single tokens, planned for the longest context as in a captured graph."""
+    import layerzero as lz
+    from layerzero_vllm import attend
+    from layerzero_vllm.choice import Phase
+    from layerzero_vllm.cuda import IN_GRAPHS
+
+    longest = vllm_cuda.RATED["max_model_len"]
+    drawn = attend.example(kind, Phase("decode", PROFILED[0], 1, longest), dtype)
+    settings = attend.Settings(kind.head_dim**-0.5, kind.window, kind.softcap)
+    batch = lz.paged_batch(drawn.block_table, drawn.seq_lens, host_lens=[longest] * PROFILED[0])
+    return drawn.query, attend.interleaved(drawn.cache), batch, settings, True, IN_GRAPHS
 
 
 def steps(given: argparse.Namespace) -> None:
@@ -112,15 +138,17 @@ def steps(given: argparse.Namespace) -> None:
         (told,) = newest(read(folder()))
         config = engine.llm_engine.vllm_config
         layers = config.compilation_config.static_forward_context.values()
-        kinds = [str(kind_of(layer.impl, vllm_cuda.DEVICE, 0, config)) for layer in layers]
-        said = {(one["kind"], one["phase"].split(" B")[0]): one["kernel"] for one in told["choices"]}
+        kinds = [kind_of(layer.impl, vllm_cuda.DEVICE, PAGE, config) for layer in layers]
+        said = [said_of(told["choices"], str(kind), step) for kind in kinds]
+        in_graph = step == "decode" and torch.cuda.is_available()
+        ours = [(kind, kernel) for kind, kernel in zip(kinds, said, strict=True) if kernel not in (THEIRS, TRITON)]
+        drawn = [in_a_graph(kind, config.model_config.dtype) for kind, _ in ours] if in_graph else list(calls)
         alone = []
-        served = [kind for kind in kinds if said[kind, step] != THEIRS]
-        for kind, arguments in zip(served, list(calls), strict=False):
-            with lz.scoped(locks={"paged_attention": said[kind, step]}):
+        for (_, kernel), arguments in zip(ours, drawn, strict=False):
+            with lz.scoped(locks={"paged_attention": kernel}):
                 real(*arguments)
                 alone += seen(lambda arguments=arguments: real(*arguments))["ours"]  # type: ignore[misc]
-        found["steps"][step] |= {"said": [said[kind, step] for kind in kinds], "alone": alone}
+        found["steps"][step] |= {"said": said, "alone": alone, "in_graph": in_graph}
         found["versions"] = told["versions"]
     found["torch"] = torch.__version__
     given.json.write_text(json.dumps(found), encoding="utf-8")
@@ -128,8 +156,17 @@ def steps(given: argparse.Namespace) -> None:
 
 def unlike(step: dict[str, Any], stock: dict[str, Any]) -> list[str]:
     """What of a step is not as its worker reports it; nothing where all is."""
-    ours = [said for said in step["said"] if said != THEIRS]
-    theirs = [place for place, said in enumerate(step["said"]) if said == THEIRS]
+    ours = [said for said in step["said"] if said not in (THEIRS, TRITON)]
+    if step.get("in_graph") and ours:  # no layer is seen there, only how often a kernel ran
+        expected = collections.Counter(itertools.chain.from_iterable(step["alone"]))
+        wrong = [
+            f"{step['kernels'].get(name, 0)} times {name[:80]} instead of {many}"
+            for name, many in expected.items()
+            if step["kernels"].get(name, 0) != many
+        ]
+        strange = [name for name in step["kernels"] if FLASH in name and len(ours) == len(step["said"])]
+        return wrong + [f"{name[:80]} beside ours" for name in strange] + ([] if expected else ["nothing ran alone"])
+    theirs = [place for place, said in enumerate(step["said"]) if said in (THEIRS, TRITON)]
     wrong = [] if len(step["ours"]) == len(ours) else [f"{len(step['ours'])} calls of ours instead of {len(ours)}"]
     for place, (said, one, alone) in enumerate(zip(ours, step["ours"], step["alone"], strict=False)):
         begun = one[-len(alone) :] if place == 0 and alone else one  # the first call looks at the step's batch before
@@ -142,10 +179,11 @@ def unlike(step: dict[str, Any], stock: dict[str, Any]) -> list[str]:
 
 
 def profile(given: argparse.Namespace) -> None:
-    """Three engines of each shape at once, each in a process of its own; what each step ran beside what is reported."""
+    """Four engines of each shape at once, each in a process of its own; what each step ran beside what is reported."""
     report = vllm_cuda.Report(given.json)
     report.data |= {"engine": vllm_cuda.RATED, "profiled": report.rows, "figures": {}}
-    ways = {"stock": ("FLASH_ATTN", ""), "chosen": ("layerzero", ""), "pinned": ("layerzero", "layerzero")}
+    ways = {"stock": ("FLASH_ATTN", ""), "stock_triton": ("TRITON_ATTN", "")}
+    ways |= {"chosen": ("layerzero", ""), "pinned": ("layerzero", "layerzero")}
     with tempfile.TemporaryDirectory() as where:
         running = {}
         for shape, (way, (backend, choice)) in itertools.product(given.shape, ways.items()):
@@ -163,7 +201,8 @@ def profile(given: argparse.Namespace) -> None:
         for shape in given.shape:
             told = {way: json.loads(Path(where, f"{shape}-{way}.json").read_text(encoding="utf-8")) for way in ways}
             for way, step in itertools.product(("chosen", "pinned"), ("prefill", "decode")):
-                one, other = told[way]["steps"][step], told["stock"]["steps"][step]
+                one = told[way]["steps"][step]
+                other = told["stock_triton" if TRITON in one["said"] else "stock"]["steps"][step]
                 row = {"model": shape, "engine": way, "step": step, "unlike": unlike(one, other)}
                 row |= {"layers": len(one["said"]), "said": sorted(set(one["said"]))}
                 names = [name for layer in one["ours"] or one["vllm"] for name in layer]

@@ -3,8 +3,8 @@
     python -m tools.vllm_backends SOURCES [--backend FLASH_ATTN …] [--json FILE] [-k EXPRESSION]
 
 SOURCES is a checkout of vLLM at the release that is installed, of which tests/v1/attention/test_attention_backends.py
-is run. Nothing of it is changed but the lists of backends; ours is CUSTOM, pinned for every step with a prompt in it,
-since a test has no layers to choose for. The models it names are folders with a config of their heads, so that nothing
+is run. Nothing of it is changed but the lists of backends; ours is CUSTOM, pinned for every step, since a test has no
+layers to choose for. The models it names are folders with a config of their heads, so that nothing
 is downloaded. What vLLM's conftest.py would do is done here: the current config, and a group of one rank.
 --backend leaves out all but the named ones and ours. The report says which tests ran our kernels, and how often.
 """
@@ -100,6 +100,7 @@ class Extended:
 
         import layerzero as lz
         from layerzero_vllm import attend, cuda, plugin
+        from layerzero_vllm.choice import OURS
 
         plugin.register()
         assert AttentionBackendEnum.CUSTOM.get_class() is cuda.CudaBackend
@@ -107,16 +108,16 @@ class Extended:
         class Planning(cuda.CudaBuilder):
             def __init__(self, *args: Any) -> None:
                 super().__init__(*args)
-                self.plans = True
+                self.single, self.several = dict.fromkeys(self.single, OURS), OURS
 
         cuda.CudaBackend.get_builder_cls = staticmethod(lambda: Planning)
-        cuda.CudaImpl.ours = True
         real = attend.attend
 
-        def counted(query: Any, caches: Any, batch: Any, settings: Any) -> Any:
-            which = lz.which("paged_attention", query, *caches, batch, layout="HND", **settings.options)
+        def counted(query: Any, caches: Any, batch: Any, settings: Any, causal: bool, kernel: str | None) -> Any:
+            found = real(query, caches, batch, settings, causal, kernel)
+            which = kernel or lz.which("paged_attention", query, *caches, batch, layout="HND", **settings.options)
             self.kernels[which] += 1
-            return real(query, caches, batch, settings)
+            return found
 
         attend.attend = counted
 

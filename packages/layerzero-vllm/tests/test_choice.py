@@ -6,7 +6,20 @@ import dataclasses
 
 import pytest
 
-from layerzero_vllm.choice import OURS, THEIRS, LayerKind, cannot_run, choose_one, left_alone, lost, phases, refusals
+from layerzero_vllm.choice import (
+    OURS,
+    THEIRS,
+    TRITON,
+    LayerKind,
+    cannot_run,
+    choose_one,
+    choose_quickest,
+    left_alone,
+    lost,
+    phases,
+    refusals,
+    together,
+)
 
 KIND = LayerKind("cpu", "float32", 8, 2, 64, 128)
 
@@ -90,3 +103,68 @@ def test_phases_fit_the_limits_of_the_engine():
         "prefill B1x256",
         "chunked prefill B1x128",
     }
+
+
+def test_the_phases_of_a_gpu_have_long_contexts_and_batches_that_fit():
+    found = phases(32, 8192, 2048, (1, 16, 64), 4096)
+    assert [(str(phase), phase.context) for phase in found] == [
+        ("decode B1", 512),
+        ("long decode B1", 2048),
+        ("decode B16", 512),
+        ("long decode B16", 2048),
+        ("decode B32", 512),
+        ("prefill B1x256", 256),
+        ("chunked prefill B1x128", 512),
+    ]
+    assert not [phase for phase in phases(32, 8192, 512, (1, 16), 4096) if phase.name.startswith("long")]
+
+
+KERNELS = {"decode B1": "triton.paged_attention.split", "long decode B1": "triton.paged_attention.split"}
+
+
+def raced(**sides):
+    """The winner of two phases of single tokens, by times of vLLM's own first."""
+    times = {
+        phase: {side: took[place] for side, took in sides.items() if took[place]} for place, phase in enumerate(KERNELS)
+    }
+    found = choose_quickest(KIND, times, KERNELS, {})
+    assert [choice.phase for choice in found] == list(KERNELS)
+    (winner,) = {choice.winner for choice in found}
+    return winner, found[0]
+
+
+def test_the_quickest_of_all_sides_serves_the_phases_of_one_batch():
+    winner, choice = raced(vllm=(10.0, 20.0), layerzero=(8.0, 18.0), TRITON_ATTN=(9.0, 19.0))
+    assert (winner, choice.kernel) == (OURS, "triton.paged_attention.split")
+    assert choice.reason == "1.25x as quick by layerzero; 1.11x as quick by TRITON_ATTN"
+    winner, choice = raced(vllm=(10.0, 20.0), layerzero=(9.0, 19.0), TRITON_ATTN=(8.0, 18.0))
+    assert (winner, choice.kernel) == (TRITON, "vLLM's TRITON_ATTN")
+
+
+def test_another_side_has_to_be_clearly_quicker_and_clearly_slower_nowhere():
+    assert raced(vllm=(10.0, 10.0), layerzero=(9.9, 9.9))[0] == THEIRS
+    assert raced(vllm=(10.0, 20.0), layerzero=(5.0, 21.0))[0] == THEIRS
+    assert raced(vllm=(10.0, 20.0), layerzero=(5.0, 21.0), TRITON_ATTN=(9.0, 19.0))[0] == TRITON
+    assert raced(vllm=(10.0, 20.0), layerzero=(5.0, None))[0] == THEIRS  # gave another result in one of them
+
+
+def test_a_pinned_side_of_a_gpu_is_taken_where_it_can_serve_and_why_it_cannot_is_said():
+    times = {"decode B1": {THEIRS: 10.0, OURS: 30.0}}
+    (choice,) = choose_quickest(KIND, times, KERNELS, {}, OURS)
+    assert choice.winner == OURS and choice.reason.endswith("layerzero is pinned")
+    (choice,) = choose_quickest(
+        KIND, {"decode B1": {THEIRS: 10.0}}, KERNELS, {OURS: "layerzero cannot: no Triton"}, OURS
+    )
+    assert choice.winner == THEIRS and "layerzero cannot: no Triton" in choice.reason
+
+
+def test_kinds_of_one_group_that_differ_in_a_phase_are_vllms_in_it():
+    other = dataclasses.replace(KIND, window=64)
+    ours = {"decode B1": {THEIRS: 10.0, OURS: 5.0}}
+    theirs = {"decode B1": {THEIRS: 10.0, OURS: 20.0}}
+    alike = [*choose_quickest(KIND, ours, KERNELS, {}), *choose_quickest(other, ours, KERNELS, {})]
+    assert together(alike) == alike
+    differing = [*choose_quickest(KIND, ours, KERNELS, {}), *choose_quickest(other, theirs, KERNELS, {})]
+    found = together(differing)
+    assert [choice.winner for choice in found] == [THEIRS, THEIRS]
+    assert "chose otherwise" in found[0].reason and found[1] == differing[1]

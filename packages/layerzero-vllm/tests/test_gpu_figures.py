@@ -173,6 +173,29 @@ def test_a_step_that_ran_other_kernels_than_its_report_says_is_told():
     assert traced.unlike({**mixed, "vllm": [["dense"], ["flash"]]}, stock)
 
 
+def test_in_a_captured_graph_our_kernels_are_counted():
+    said = ["triton.paged_attention.split"] * 2
+    step = {"said": said, "ours": [], "vllm": [], "alone": [["split", "join"]] * 2, "in_graph": True, "on": "cuda"}
+    stock = {"vllm": [], "kernels": {"flash::fwd": 2, "gemm": 8}, "on": "cuda"}
+    ran = {"split": 2, "join": 2, "gemm": 8}
+    assert traced.unlike({**step, "kernels": ran}, stock) == []
+    assert traced.unlike({**step, "kernels": {**ran, "join": 1}}, stock) == ["1 times join instead of 2"]
+    assert traced.unlike({**step, "kernels": {**ran, "flash::fwd": 2}}, stock) == ["flash::fwd beside ours"]
+    assert traced.unlike({**step, "kernels": stock["kernels"]}, stock)
+    assert traced.unlike({**step, "alone": [], "kernels": ran}, stock) == ["nothing ran alone"]
+
+
+def test_a_profiled_step_of_single_tokens_is_the_next_larger_batch_that_was_timed():
+    choices = [
+        {"kind": "a", "phase": phase, "kernel": phase}
+        for phase in ("decode B1", "long decode B1", "decode B16", "decode B64", "prefill B1x256")
+    ]
+    assert traced.PROFILED[0] == 4
+    assert traced.said_of(choices, "a", "decode") == "decode B16"
+    assert traced.said_of(choices[:2], "a", "decode") == "decode B1"
+    assert traced.said_of(choices, "a", "prefill") == "prefill B1x256"
+
+
 HEAD = {"commit": "abc", "command": "python benchmarks/vllm_cuda.py", "versions": {"vllm": "0.26.0", "torch": "2.11.0"}}
 
 

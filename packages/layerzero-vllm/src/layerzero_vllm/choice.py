@@ -80,12 +80,23 @@ class Choice:
 
 
 def phases(
-    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, batches: Sequence[int] = (1, 16)
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    batches: Sequence[int] = (1, 16),
+    long: int = 0,
 ) -> tuple[Phase, ...]:
-    """Batches to measure: decode of one sequence and of many, a prompt, and a chunk of a prompt that began earlier."""
+    """Batches to measure: decode of one sequence and of many, a prompt, and a chunk of a prompt that began earlier.
+
+    `long` is a context after which decode of the first two of `batches` is measured, too.
+    """
     context = min(512, max_model_len)
     prompt = min(256, max_num_batched_tokens, max_model_len)
-    found = [Phase("decode", min(batch, max_num_seqs), 1, context) for batch in batches]
+    found = []
+    for place, batch in enumerate(min(batch, max_num_seqs) for batch in batches):
+        found.append(Phase("decode", batch, 1, context))
+        if place < 2 and min(long, max_model_len) > context:
+            found.append(Phase("long decode", batch, 1, min(long, max_model_len)))
     found += [Phase("prefill", 1, prompt, prompt), Phase("chunked prefill", 1, min(128, prompt), context)]
     return tuple(dict.fromkeys(found))
 

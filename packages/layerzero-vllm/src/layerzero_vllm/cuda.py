@@ -46,6 +46,7 @@ from layerzero_vllm.worker import agreed, check_scales, kind_of, metadata_of, re
 # Reads the lengths of a step of single tokens on the device, so that a captured graph stays right while they grow.
 IN_GRAPHS = "triton.paged_attention.split"
 BATCHES = (1, 16, 64)  # steps of single tokens that are timed; others are served as the next larger one of these
+LONG = 4096  # tokens after which they are timed, too
 CALLS = 16  # of a layer in one graph that is timed
 ROUNDS = 7
 
@@ -146,15 +147,15 @@ class CudaBuilder(stock.FlashAttentionMetadataBuilder):
             kinds.setdefault(kind_of(layer.impl, "cuda", kv_cache_spec.block_size, vllm_config), layer)
         scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
         most, longest = scheduler.max_num_seqs, model.max_model_len
-        told = phases(most, scheduler.max_num_batched_tokens, longest, BATCHES)
+        told = phases(most, scheduler.max_num_batched_tokens, longest, BATCHES, LONG)
         choices = together(
             agreed(lambda: [one for kind, layer in kinds.items() for one in self._all(kind, layer, told)])
         )
         sides = {choice.phase: choice.winner for choice in choices}
         # by the number of sequences of a step of single tokens; one side for all steps with a prompt
-        self.single = {phase.batch: sides[str(phase)] for phase in told if phase.query == 1}
-        self.several = next(sides[str(phase)] for phase in told if phase.query > 1)
-        if set(sides.values()) == {THEIRS}:
+        self.single = {phase.batch: sides.get(str(phase), THEIRS) for phase in told if phase.query == 1}
+        self.several = next((sides[str(phase)] for phase in told if phase.query > 1 and sides), THEIRS)
+        if all(side == THEIRS for side in sides.values()):
             # nothing of ours stays in the way, unless vLLM made a subclass of ours for a mask of its own
             for layer in layers.values():
                 if type(layer.impl) is CudaImpl:
