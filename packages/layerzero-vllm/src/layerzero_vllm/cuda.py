@@ -14,6 +14,7 @@ import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -138,7 +139,7 @@ class CudaBuilder(stock.FlashAttentionMetadataBuilder):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.triton = triton_attn.TritonAttentionMetadataBuilder(kv_cache_spec, layer_names, vllm_config, device)
-        self.batches: dict[tuple[Any, ...], Any] = {}
+        self.steps: dict[tuple[Any, ...], Any] = {}
         self.layers = len(layer_names)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         check_scales(layers)
@@ -172,11 +173,10 @@ class CudaBuilder(stock.FlashAttentionMetadataBuilder):
         side = self._side(common) if plain else THEIRS
         if side == TRITON:
             return self.triton.build(0, common)
-        single = common.max_query_len == 1
-        metadata = super().build(common_prefix_len, common, fast_build or (single and side == OURS))
-        if side == OURS and single:
-            metadata.batch = self._in_graphs(common)
-        elif side == OURS:
+        if side == OURS and common.max_query_len == 1:
+            return self._in_graphs(common)
+        metadata = super().build(common_prefix_len, common, fast_build)
+        if side == OURS:
             batch = _planned(common, common.seq_lens_cpu_upper_bound)
             metadata.batch = batch if batch.total_q == common.num_actual_tokens else None
         return metadata
@@ -198,19 +198,24 @@ class CudaBuilder(stock.FlashAttentionMetadataBuilder):
         return self.single[timed[min(bisect_left(timed, count), len(timed) - 1)]]
 
     def _in_graphs(self, common: Any) -> Any:
-        """The batch of single tokens over vLLM's own tensors, kept as long as they stay where they are.
+        """Metadata of single tokens over vLLM's own tensors, made once as long as these stay where they are.
 
-        How its context is split goes by the longest that vLLM serves, lengths are read on the device: so it is right
-        in a graph, too.
+        How ours splits the context goes by the longest that vLLM serves, and lengths are read on the device: so it is
+        right in a graph, too. So are the metadata where vLLM's has to take the step: without a schedule made before.
         """
-        table, lengths = common.block_table_tensor[: common.num_reqs], common.seq_lens[: common.num_reqs]
-        key = (table.data_ptr(), table.shape, table.stride(), lengths.data_ptr())
-        if key not in self.batches:
-            if len(self.batches) > 1000:
-                self.batches.clear()
-            longest = min(self.model_config.max_model_len, table.shape[1] * self.block_size)
-            self.batches[key] = lz.paged_batch(table, lengths, host_lens=[longest] * common.num_reqs)
-        return self.batches[key]
+        table, count = common.block_table_tensor, common.num_reqs
+        held = (table, common.seq_lens, common.slot_mapping, common.query_start_loc)
+        key = (count, common.num_actual_tokens, table.shape, table.stride(), *(one.data_ptr() for one in held))
+        found = self.steps.get(key)
+        if found is None:
+            if len(self.steps) > 1000:
+                self.steps.clear()
+            longest = self.model_config.max_model_len
+            stock_build = stock.FlashAttentionMetadataBuilder.build
+            found = stock_build(self, 0, common.replace(max_seq_len=longest), fast_build=True)
+            found.batch = lz.paged_batch(table[:count], common.seq_lens[:count], host_lens=[longest] * count)
+            self.steps[key] = found
+        return found
 
     def _all(self, kind: LayerKind, layer: Any, told: tuple[Phase, ...]) -> list[Choice]:
         """A choice for each phase: single tokens by batch size, steps with a prompt together."""
@@ -223,34 +228,51 @@ class CudaBuilder(stock.FlashAttentionMetadataBuilder):
         for _, alike in itertools.groupby(told, key=lambda phase: phase.batch if phase.query == 1 else 0):
             times, kernels, refused = {}, {}, dict[str, str]()
             for phase in alike:
-                drawn = attend.example(kind, phase, self.model_config.dtype)
+                drawn = self._drawn(kind, phase)
                 ways, kernels[str(phase)] = self._ways(kind, layer, phase, drawn)
                 times[str(phase)], dropped = self._timed(ways, phase, drawn)
                 refused |= dropped
             found += choose_quickest(kind, times, kernels, refused, pinned(os.environ))
         return found
 
+    def _drawn(self, kind: LayerKind, phase: Phase) -> attend.Example:
+        """A batch of this phase; tables of single tokens are as wide as the longest context, as they are in graphs."""
+        drawn = attend.example(kind, phase, self.model_config.dtype)
+        if phase.query > 1:
+            return drawn
+        missing = -(-self.model_config.max_model_len // kind.block_size) - drawn.block_table.shape[1]
+        return replace(drawn, block_table=torch.nn.functional.pad(drawn.block_table, (0, max(missing, 0))))
+
     def _ways(self, kind: LayerKind, layer: Any, phase: Phase, drawn: attend.Example) -> tuple[dict[str, Way], str]:
         impl, output = layer.impl, torch.empty_like(drawn.query)
         # pages of one token after another, as vLLM lays them out; [blocks, kv heads, page, 2 * head_dim] to look at
         cache = drawn.cache.transpose(1, 2).contiguous().transpose(1, 2)
         impl.do_kv_cache_update(layer, drawn.keys, drawn.values, cache, drawn.slots)
-        key, value = drawn.keys[drawn.new], drawn.values[drawn.new]
+        key, value, slots = drawn.keys[drawn.new], drawn.values[drawn.new], drawn.slots[drawn.new]
 
         common = metadata_of(drawn, phase, seq_lens_cpu_upper_bound=drawn.seq_lens.cpu())
+        if phase.query == 1:
+            common = common.replace(max_seq_len=self.model_config.max_model_len)
         flash = functools.partial(stock.FlashAttentionMetadataBuilder.build, self, 0, common)
 
+        def write() -> None:
+            if phase.query == 1:  # what stands before the attention in a graph: kernels of one side may begin early
+                impl.do_kv_cache_update(layer, key, value, cache, slots)
+
         def theirs(metadata: Any) -> Tensor:
+            write()
             stock.FlashAttentionImpl.forward(impl, layer, drawn.query, key, value, cache, metadata, output)
             return output
 
         def triton(metadata: Any) -> Tensor:
+            write()
             impl.triton.forward(layer, drawn.query, key, value, cache, metadata, output)
             return output
 
-        def ours(batch: Any) -> Tensor:
+        def ours(metadata: Any) -> Tensor:
+            write()
             kernel = IN_GRAPHS if phase.query == 1 else None
-            caches = attend.interleaved(cache)
+            caches, batch = attend.interleaved(cache), metadata.batch if phase.query == 1 else metadata
             return output.copy_(attend.attend(drawn.query, caches, batch, impl.settings, True, kernel))
 
         def batch() -> Any:
