@@ -539,3 +539,11 @@ def test_the_quick_lane_is_green_for_every_built_in_kernel() -> None:
 def test_the_full_lane_is_green_for_every_built_in_kernel() -> None:
     report = verify(lane="full", device="cpu")
     assert report.ok, "\n".join(map(str, report.failures))
+
+
+@pytest.mark.parametrize("op", ["cast", "quantize", "dequantize"])
+def test_results_of_eight_bits_have_their_gradients_checked_too(op):
+    """Whatever a kernel gives, the sums that ask for its gradients can be made: torch adds up no float8."""
+    report = verify(op=op, level=(1,), device="cpu")
+    failed = [check for level in report.levels for check in level.checks if check.status is Status.FAIL]
+    assert not failed and any(check.name == "backward" for level in report.levels for check in level.checks)

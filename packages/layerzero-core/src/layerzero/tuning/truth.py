@@ -198,7 +198,7 @@ def gradients(result: Any, args: tuple[Any, ...]) -> list[Tensor]:
     for item in flat(result):
         if item.is_floating_point() and item.requires_grad:
             place = torch.arange(item.numel(), device=item.device, dtype=torch.float32).reshape(item.shape)
-            outs.append((item * ((place % 9) / 4 - 1).to(item.dtype)).sum())
+            outs.append((item.float() * ((place % 9) / 4 - 1)).sum())  # not every dtype can be added up
     leaves = [item for item in args if isinstance(item, Tensor) and item.requires_grad and item.is_leaf]
     found = torch.autograd.grad(outs, leaves, allow_unused=True) if outs else (None,) * len(leaves)
     return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
