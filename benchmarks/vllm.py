@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 SHAPES = ("llama", "qwen3", "gemma")
+EXPERTS = {"num_experts": 32, "num_experts_per_tok": 8, "norm_topk_prob": True}  # of the shape "moe"
 SMALL = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4} | {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
@@ -61,18 +62,20 @@ def make_model(shape: str, folder: Path, sizes: dict[str, int]) -> Path:
     import transformers
 
     torch.manual_seed(0)
-    names = {"llama": "Llama", "qwen3": "Qwen3", "gemma": "Gemma2"}
+    names = {"llama": "Llama", "qwen3": "Qwen3", "gemma": "Gemma2", "moe": "Qwen3Moe"}
     options: dict[str, Any] = {**sizes, **COMMON, "tie_word_embeddings": shape == "gemma"}
     if shape == "gemma":
         options |= {"sliding_window": 64, "query_pre_attn_scalar": 64}
         options |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    if shape == "moe":
+        options |= {**EXPERTS, "moe_intermediate_size": sizes["intermediate_size"] // 4}
     config = getattr(transformers, f"{names[shape]}Config")(**options)
     model = getattr(transformers, f"{names[shape]}ForCausalLM")(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim == 2:
+            if weight.ndim > 1:
                 peaked = 4.0 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
-                weight.normal_(std=1.0 if "embed_tokens" in name else peaked / math.sqrt(weight.shape[1]))
+                weight.normal_(std=1.0 if "embed_tokens" in name else peaked / math.sqrt(weight.shape[-1]))
     model.save_pretrained(where)
     return where
 
@@ -254,7 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", required=True, help="a folder of benchmarks/results")
     parser.add_argument("--models", type=Path, default=Path("build/vllm-models"), help="where checkpoints are kept")
-    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=SHAPES)
+    parser.add_argument("--shape", nargs="+", choices=(*SHAPES, "moe"), default=SHAPES)
     parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=("float32", "bfloat16"))
     parser.add_argument("--small", action="store_true", help="5 M parameters: for a first look")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
@@ -305,7 +308,7 @@ def main() -> None:
         told = json.loads(newest.read_text(encoding="utf-8"))
         row["chosen"] = [
             {key: one[key] for key in ("kind", "phase", "winner", "kernel", "reason")}
-            for one in (*told["choices"], *told["linears"])
+            for one in (*told["choices"], *told["linears"], *told["experts"])
         ]
         report["models"].append(row)
         print(json.dumps({key: row[key] for key in row if key != "chosen"}), flush=True)

@@ -35,6 +35,16 @@ def test_a_worker_writes_its_choices_and_explain_prints_them(reports):
     assert as_json["workers"][0]["choices"][0]["winner"] == OURS
 
 
+@pytest.mark.parametrize("field", ["linears", "experts"])
+def test_explain_prints_what_was_chosen_for_linears_and_experts(reports, field):
+    told = {"kind": "8 of 32 somethings", "phase": "64 at once", "kernel": "cpu.some.kernel", "winner": OURS}
+    mine = Report()
+    getattr(mine, field).append(told | {"reason": "1.21x as quick", "times": {OURS: 10.0, THEIRS: 12.1}})
+    mine.changed()
+    shown = CliRunner().invoke(vllm, ["explain"], catch_exceptions=False).output
+    assert "8 of 32 somethings" in shown and "cpu.some.kernel" in shown and "1.21x" in shown
+
+
 def test_the_first_step_of_each_kind_is_written_at_once(reports):
     mine = Report()
     mine.changed()

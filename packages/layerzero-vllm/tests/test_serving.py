@@ -90,7 +90,7 @@ def reports(folder: Path) -> list[dict]:
     return [json.loads(file.read_text()) for file in folder.glob("worker-*.json")]
 
 
-@pytest.mark.parametrize("shape", ["llama", "qwen3", "gemma"])
+@pytest.mark.parametrize("shape", ["llama", "qwen3", "gemma", "moe"])
 @pytest.mark.parametrize("choice", ["layerzero", "measured"])
 def test_greedy_tokens_of_mixed_prompts_are_stocks(harness, model, engine, tmp_path, shape, choice):
     where = model(shape)
@@ -103,6 +103,22 @@ def test_greedy_tokens_of_mixed_prompts_are_stocks(harness, model, engine, tmp_p
     assert {one["phase"] for one in told["choices"]} >= {"decode B1", "prefill B1x256"}
     if choice == "layerzero":
         assert {one["winner"] for one in told["choices"]} == {"layerzero"} and told["breakers"] == {}
+        assert {one["winner"] for one in told["experts"]} == ({"layerzero"} if shape == "moe" else set())
+
+
+def test_compiled_graphs_hold_our_experts(harness, model, engine, tmp_path):
+    where = model("moe")
+    prompts = harness.mixed_prompts(40, harness.SMALL["vocab_size"])
+    stock = engine(where, "off", enforce_eager=False).generate(prompts, 16, compare=True)
+    env = {"LAYERZERO_VLLM_REPORTS": str(tmp_path / "reports"), "LAYERZERO_VLLM_CHOICE": "layerzero"}
+    env |= {"TORCH_LOGS": "+output_code", "TORCH_LOGS_OUT": str(tmp_path / "code")}
+    ours = engine(where, "on", env | {"VLLM_DISABLE_COMPILE_CACHE": "1"}, enforce_eager=False)
+    found = ours.generate(prompts, 16, compare=True)
+    assert [gap for gap in harness.partings(stock, found) if gap >= harness.PARTING] == []
+    (told,) = reports(tmp_path / "reports")
+    assert {one["winner"] for one in told["experts"]} == {"layerzero"} and told["breakers"] == {}
+    code = (tmp_path / "code").read_text()
+    assert "layerzero_vllm.experts" in code and "cpu_fused_moe" not in code
 
 
 def test_without_the_variable_vllm_is_untouched(python):

@@ -16,6 +16,8 @@ TRITON = "TRITON_ATTN"  # vLLM's other backend for CUDA, which reads the same pa
 Times = Mapping[str, Mapping[str, float]]  # phase, side, microseconds
 # A candidate of ours has to be clearly quicker: times taken at start-up scatter by a few per cent.
 MARGIN = 1.02
+# Experts are most of a model: their weights are held twice only for at least so much.
+WORTH = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +204,18 @@ def rows_won(times: Mapping[int, Mapping[str, float]], all_rows: Sequence[int]) 
     """The numbers of rows at which ours is the quicker linear; those not measured go as the last that was."""
     won = {rows for rows, timed in times.items() if timed[THEIRS] / timed[OURS] >= MARGIN}
     return frozenset(won | {rows for rows in all_rows if rows > max(times) and max(times) in won})
+
+
+def experts_won(
+    times: Mapping[int, Mapping[str, float]], all_tokens: Sequence[int], *, room: bool, side: str | None = None
+) -> frozenset[int]:
+    """The numbers of tokens at which ours runs the experts: all or none, unless two packings fit and are worth it."""
+    if side == OURS:
+        return frozenset(all_tokens)
+    won = rows_won(times, all_tokens)
+    if len(won) == len(all_tokens) or (room and any(timed[THEIRS] >= WORTH * timed[OURS] for timed in times.values())):
+        return won
+    return frozenset(all_tokens if quicker({str(tokens): timed for tokens, timed in times.items()}) == OURS else ())
 
 
 def left_alone(kind: LayerKind, names: Iterable[str], reason: str) -> list[Choice]:

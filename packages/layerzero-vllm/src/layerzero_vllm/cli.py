@@ -41,7 +41,7 @@ def _worker(data: dict[str, Any]) -> Iterator[Block]:
     yield Line(f"rank {data['rank']} of {data['world_size']}, process {data['pid']}: {data['model']} ({versions})")
     rows = [
         (one["kind"], one["phase"], one["kernel"], _times(one["times"]), one["reason"])
-        for one in (*data["choices"], *data["linears"])
+        for one in (*data["choices"], *data["linears"], *data.get("experts", ()))
     ]
     yield Table(("layers", "phase", "kernel", "µs", "why"), rows, indent=2)
     counted = ", ".join(f"{count} {phase}" for phase, count in data["steps"].items())

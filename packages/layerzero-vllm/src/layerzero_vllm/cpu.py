@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends import cpu_attn as stock
 
 import layerzero as lz
-from layerzero_vllm import attend, linear
+from layerzero_vllm import attend, experts, linear
 from layerzero_vllm.choice import (
     OURS,
     THEIRS,
@@ -36,6 +36,7 @@ from layerzero_vllm.plugin import pinned
 from layerzero_vllm.worker import agreed, check_scales, kind_of, metadata_of, report, tell
 
 linear.install()  # before the weights of the first model are packed
+experts.install()
 
 
 class CpuBackend(stock.CPUAttentionBackend):
@@ -64,9 +65,10 @@ class CpuImpl(stock.CPUAttentionBackendImpl):
         self.settings = attend.Settings(self.scale, window, softcap, self.alibi_slopes, self.sinks)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Every linear is packed by now: those that wait are chosen for."""
+        """Every linear and expert is packed by now: those that wait are chosen for."""
         super().process_weights_after_loading(act_dtype)
         linear.settle()
+        experts.settle()
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

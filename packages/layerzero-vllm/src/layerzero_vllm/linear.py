@@ -210,16 +210,14 @@ def settle() -> None:
 def install() -> None:
     """Have vLLM's linears chosen when their weights are packed; once a process."""
     global _linears
-    from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.layers import utils
 
-    from layerzero_vllm.worker import agreed, report
+    from layerzero_vllm.worker import agreed, key, report
 
     if _linears is not None:
         return
     stock = utils.dispatch_cpu_unquantized_gemm
     forced = {OURS: frozenset(ROWS), THEIRS: frozenset[int]()}
-    keyed: dict[str, bool] = {}  # whether a shape has our op in compiled graphs: part of their key
 
     def pack(weight: Tensor) -> Linear:
         layer: Any = torch.nn.Module()
@@ -233,14 +231,8 @@ def install() -> None:
         times, kernels = ({}, {}) if side == THEIRS else agreed(lambda: measure(layers, pack))
         won = frozenset[int]() if not times else rows_won(times, ROWS) if side is None else forced[side]
         report().linears.extend(_told(weight, times, kernels, won))
-        key(weight, won=bool(won))
+        key(_name(weight), won=bool(won))
         return won
-
-    def key(weight: Tensor, *, won: bool) -> None:
-        keyed[_name(weight)] = won
-        config = get_current_vllm_config_or_none()
-        if config is not None and isinstance(config.additional_config, dict):
-            config.additional_config["layerzero_vllm"] = sorted(f"{name}: {own}" for name, own in keyed.items())
 
     def keep(layers: list[Packed], doubtful: list[Packed]) -> bool:
         if pinned(os.environ) is not None:
@@ -255,7 +247,7 @@ def install() -> None:
                 said = f"{one['reason']}, but all linears of the model in turn: {shown}"
                 one.update(winner=THEIRS, kernel="vLLM's own", reason=said)
         for layer in doubtful:
-            key(layer.weight, won=False)
+            key(_name(layer.weight), won=False)
         return False
 
     _linears = Linears(stock, choose, keep)

@@ -37,6 +37,7 @@ class Report:
     versions: dict[str, str] = field(default_factory=dict)
     choices: list[dict[str, Any]] = field(default_factory=list)
     linears: list[dict[str, Any]] = field(default_factory=list)
+    experts: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     steps: Counter[str] = field(default_factory=Counter)
     _written: float = field(default=0.0, repr=False)

@@ -15,6 +15,7 @@ from layerzero_vllm.report import Report
 T = TypeVar("T")
 _log = logging.getLogger("layerzero.vllm")
 _report: Report | None = None
+_keyed: dict[str, bool] = {}
 
 
 def kind_of(impl: Any, device: str, block_size: int, config: Any) -> LayerKind:
@@ -101,6 +102,16 @@ def report() -> Report:
         versions = {"layerzero": lz.__version__, "vllm": __version__, "torch": torch.__version__}
         _report = Report(group.rank_in_group, group.world_size, model, versions)
     return _report
+
+
+def key(name: str, *, won: bool) -> None:
+    """Make it part of the key of compiled graphs whether they hold our op for what has this name."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    _keyed[name] = won
+    config = get_current_vllm_config_or_none()
+    if config is not None and isinstance(config.additional_config, dict):
+        config.additional_config["layerzero_vllm"] = sorted(f"{name}: {own}" for name, own in _keyed.items())
 
 
 def tell(choices: list[Choice]) -> None:
