@@ -308,7 +308,8 @@ def main() -> None:
         told = json.loads(newest.read_text(encoding="utf-8"))
         row["chosen"] = [
             {key: one[key] for key in ("kind", "phase", "winner", "kernel", "reason")}
-            for one in (*told["choices"], *told["linears"], *told["experts"])
+            for field in ("choices", "linears", "experts", "norms")
+            for one in told[field]
         ]
         report["models"].append(row)
         print(json.dumps({key: row[key] for key in row if key != "chosen"}), flush=True)

@@ -14,17 +14,24 @@ from layerzero_vllm import plugin
 
 @pytest.fixture
 def vllm(monkeypatch):
-    """The two modules of vLLM that the entry point imports, with what it registers."""
-    registered = {}
+    """The modules of vLLM that the entry point imports, with what it registers."""
+    registered, providers = {}, []
     registry = ModuleType("vllm.v1.attention.backends.registry")
     registry.AttentionBackendEnum = SimpleNamespace(CPU_ATTN="CPU_ATTN", CUSTOM="CUSTOM")
     registry.register_backend = registered.__setitem__
     version = ModuleType("vllm.version")
     version.__version__ = "0.32.0+cpu"
-    for module in (registry, version):
+    ir = ModuleType("vllm.ir")
+
+    class Op:
+        def register_impl(self, provider, **told):
+            return lambda function: providers.append((provider, function.__name__))
+
+    ir.ops = SimpleNamespace(rms_norm=Op(), fused_add_rms_norm=Op())
+    for module in (registry, version, ir):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(plugin, "_registered", False)
-    return SimpleNamespace(registered=registered, version=version)
+    return SimpleNamespace(registered=registered, version=version, providers=providers)
 
 
 def test_the_installed_metadata_names_the_function_that_vllm_runs():
@@ -52,6 +59,7 @@ def test_it_registers_once_and_says_nothing(vllm, monkeypatch, caplog):
     monkeypatch.setenv(plugin.VARIABLE, "on")
     plugin.register()
     assert vllm.registered == {"CPU_ATTN": "layerzero_vllm.cpu.CpuBackend"}
+    assert vllm.providers == [("layerzero", "rms_norm"), ("layerzero", "fused_add_rms_norm")]
     vllm.registered.clear()
     plugin.register()
     assert vllm.registered == {} and caplog.records == []
@@ -62,6 +70,7 @@ def test_on_0_26_it_is_also_custom_for_cuda(vllm, monkeypatch):
     monkeypatch.setenv(plugin.VARIABLE, "on")
     plugin.register()
     assert vllm.registered["CUSTOM"] == "layerzero_vllm.cuda.CudaBackend"
+    assert vllm.providers == []
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.26.1+cu130", "0.32.0", "0.32.0+cpu"])

@@ -35,8 +35,8 @@ def test_a_worker_writes_its_choices_and_explain_prints_them(reports):
     assert as_json["workers"][0]["choices"][0]["winner"] == OURS
 
 
-@pytest.mark.parametrize("field", ["linears", "experts"])
-def test_explain_prints_what_was_chosen_for_linears_and_experts(reports, field):
+@pytest.mark.parametrize("field", ["linears", "experts", "norms"])
+def test_explain_prints_what_was_chosen_for_other_ops(reports, field):
     told = {"kind": "8 of 32 somethings", "phase": "64 at once", "kernel": "cpu.some.kernel", "winner": OURS}
     mine = Report()
     getattr(mine, field).append(told | {"reason": "1.21x as quick", "times": {OURS: 10.0, THEIRS: 12.1}})

@@ -6,6 +6,7 @@ The environment is the one whose Python LAYERZERO_VLLM_PYTHON names, or it is ma
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -104,6 +105,7 @@ def test_greedy_tokens_of_mixed_prompts_are_stocks(harness, model, engine, tmp_p
     if choice == "layerzero":
         assert {one["winner"] for one in told["choices"]} == {"layerzero"} and told["breakers"] == {}
         assert {one["winner"] for one in told["experts"]} == ({"layerzero"} if shape == "moe" else set())
+        assert {one["winner"] for one in told["norms"]} == {"layerzero"}
 
 
 def test_compiled_graphs_hold_our_experts(harness, model, engine, tmp_path):
@@ -116,9 +118,11 @@ def test_compiled_graphs_hold_our_experts(harness, model, engine, tmp_path):
     found = ours.generate(prompts, 16, compare=True)
     assert [gap for gap in harness.partings(stock, found) if gap >= harness.PARTING] == []
     (told,) = reports(tmp_path / "reports")
-    assert {one["winner"] for one in told["experts"]} == {"layerzero"} and told["breakers"] == {}
+    for name in ("experts", "norms"):
+        assert {one["winner"] for one in told[name]} == {"layerzero"} and told["breakers"] == {}
     code = (tmp_path / "code").read_text()
     assert "layerzero_vllm.experts" in code and "cpu_fused_moe" not in code
+    assert "layerzero.add_rms_norm" in code and "rsqrt" not in code
 
 
 def test_without_the_variable_vllm_is_untouched(python):
@@ -238,7 +242,7 @@ def test_two_ranks_choose_alike(harness, model, engine, tmp_path):
     assert len(found["tokens"][0]) == 4
     one, other = sorted(reports(tmp_path), key=lambda data: data["rank"])
     assert (one["rank"], other["rank"], one["world_size"]) == (0, 1, 2)
-    for name in ("choices", "linears"):
+    for name in ("choices", "linears", "norms"):
         assert one[name] == other[name] and one[name]
 
 
@@ -252,6 +256,15 @@ def test_a_profile_of_both_kinds_of_steps_shows_what_the_report_names(python, tm
     rows = {(row["engine"], row["step"]): row for row in found["profiled"]}
     assert rows["pinned", "decode"]["said"] == ["cpu.paged_attention.flash"]
     assert rows["pinned", "prefill"]["kernels"]["layerzero::paged_attention"] == rows["pinned", "prefill"]["layers"]
+
+
+@pytest.mark.benchmark
+def test_ours_wins_norms_outside_of_graphs_and_neither_in_them_nor_rotations(python, tmp_path):
+    words = [str(python), "-P", str(HARNESS.with_name("vllm_ops.py")), "--json", str(tmp_path / "found.json")]
+    subprocess.run(words, check=True)
+    found = json.loads((tmp_path / "found.json").read_text())
+    for name, figure in found["figures"].items():
+        assert figure.get("at_least", 0.0) <= figure["value"] <= figure.get("at_most", math.inf), (name, found["rows"])
 
 
 def test_the_server_answers_two_hundred_requests_with_stocks_tokens(python, harness, model, engine, tmp_path):

@@ -41,7 +41,8 @@ def _worker(data: dict[str, Any]) -> Iterator[Block]:
     yield Line(f"rank {data['rank']} of {data['world_size']}, process {data['pid']}: {data['model']} ({versions})")
     rows = [
         (one["kind"], one["phase"], one["kernel"], _times(one["times"]), one["reason"])
-        for one in (*data["choices"], *data["linears"], *data.get("experts", ()))
+        for field in ("choices", "linears", "experts", "norms")
+        for one in data.get(field, ())
     ]
     yield Table(("layers", "phase", "kernel", "µs", "why"), rows, indent=2)
     counted = ", ".join(f"{count} {phase}" for phase, count in data["steps"].items())

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends import cpu_attn as stock
 
 import layerzero as lz
-from layerzero_vllm import attend, experts, linear
+from layerzero_vllm import attend, experts, linear, norm
 from layerzero_vllm.choice import (
     OURS,
     THEIRS,
@@ -69,6 +69,7 @@ class CpuImpl(stock.CPUAttentionBackendImpl):
         super().process_weights_after_loading(act_dtype)
         linear.settle()
         experts.settle()
+        norm.settle()
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

@@ -3,7 +3,7 @@
 | LAYERZERO_VLLM | |
 |---|---|
 | unset, off | vLLM is left alone: none of its modules is imported or changed |
-| on | attention and linears on a CPU, and CUSTOM on CUDA, are chosen here; other vLLMs are left alone, with a warning |
+| on | what runs on a CPU, and CUSTOM on CUDA, is chosen here; other vLLMs are left alone, with a warning |
 | strict | the same, but what would be a warning stops vLLM |
 
 LAYERZERO_VLLM_CHOICE=layerzero or vllm takes that side wherever it can serve, instead of the quicker one.
@@ -54,7 +54,7 @@ def check_version(version: str) -> None:
 
 
 def register() -> None:
-    """Register the attention backend with vLLM, once a process; vLLM may call this many times."""
+    """Register the attention backend and the norms with vLLM, once a process; vLLM may call this many times."""
     global _registered
     wanted = mode(os.environ)
     if _registered or wanted == "off":
@@ -74,4 +74,6 @@ def register() -> None:
     registry.register_backend(backends.CPU_ATTN, "layerzero_vllm.cpu.CpuBackend")
     if version.startswith("0.26."):
         registry.register_backend(backends.CUSTOM, "layerzero_vllm.cuda.CudaBackend")
+    else:  # a provider has to be known wherever --ir-op-priority may name it: in the front end as in the workers
+        importlib.import_module("layerzero_vllm.norm").register(importlib.import_module("vllm.ir").ops)
     _registered = True

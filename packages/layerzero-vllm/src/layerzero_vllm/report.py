@@ -38,6 +38,7 @@ class Report:
     choices: list[dict[str, Any]] = field(default_factory=list)
     linears: list[dict[str, Any]] = field(default_factory=list)
     experts: list[dict[str, Any]] = field(default_factory=list)
+    norms: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     steps: Counter[str] = field(default_factory=Counter)
     _written: float = field(default=0.0, repr=False)
