@@ -271,3 +271,19 @@ def test_weights_are_held_twice_only_with_room_and_for_a_clear_win():
     assert experts_won(times(1.3, 1.0, 1.3, 1.3), experts.TOKENS, room=False) == every
     assert experts_won(times(0.9, 0.9, 0.9, 1.05), experts.TOKENS, room=True) == frozenset()
     assert experts_won(times(0.5, 0.5, 0.5, 0.5), experts.TOKENS, room=False, side=OURS) == every
+
+
+def test_the_report_says_why_a_number_of_tokens_does_not_go_to_the_quicker_side(monkeypatch):
+    kind, times = experts.kind_of(layer_of()), {1: {OURS: 1.0, THEIRS: 0.9}, 8: {OURS: 1.0, THEIRS: 1.05}}
+    kernels = {1: "cpu.moe.experts", 8: "cpu.moe.experts"}
+    few, more = experts._told(kind, times, kernels, frozenset())
+    assert (few["winner"], few["kernel"], few["reason"]) == (THEIRS, "vLLM's own", "0.90x as quick as vLLM's")
+    assert more["winner"] == THEIRS and more["reason"] == "1.05x as quick as vLLM's, but the weights are kept once"
+    assert more["phase"] == "8 tokens and more"
+    _, more = experts._told(kind, times, kernels, frozenset({8}))
+    assert (more["winner"], more["kernel"]) == (OURS, "cpu.moe.experts") and more["reason"].endswith("vLLM's")
+    monkeypatch.setenv("LAYERZERO_VLLM_CHOICE", "layerzero")
+    few, _ = experts._told(kind, times, kernels, frozenset(experts.TOKENS))
+    assert few["winner"] == OURS and few["reason"].endswith("layerzero is pinned")
+    (left,) = experts._told(kind, {}, {}, frozenset())
+    assert (left["winner"], left["reason"]) == (THEIRS, "the two disagree on a drawn input")

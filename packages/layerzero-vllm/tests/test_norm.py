@@ -77,13 +77,13 @@ def test_a_slower_one_is_not_taken(monkeypatch):
     assert {one["winner"] for one in norm.choose(ops().rms_norm, "rms_norm", EAGER, OURS)} == {OURS}
 
 
-def test_compiled_graphs_are_inductors_unless_ours_is_pinned():
+def test_compiled_graphs_are_inductors_and_a_pinned_side_is_taken():
     compiled = EAGER._replace(compiled=True)
-    (told,) = norm.choose(ops(slow=0.002).rms_norm, "rms_norm", compiled, None)
-    assert (told["winner"], told["times"]) == (THEIRS, {}) and "Inductor" in told["reason"]
+    for side in (None, OURS):
+        (told,) = norm.choose(ops(slow=0.002).rms_norm, "rms_norm", compiled, side)
+        assert (told["winner"], told["times"]) == (THEIRS, {}) and "Inductor" in told["reason"]
     (told,) = norm.choose(ops(slow=0.002).rms_norm, "rms_norm", EAGER, THEIRS)
     assert (told["winner"], told["reason"]) == (THEIRS, "vllm is pinned")
-    assert {one["winner"] for one in norm.choose(ops().rms_norm, "rms_norm", compiled, OURS)} == {OURS}
 
 
 def test_the_provider_serves_rows_of_one_dtype_that_are_as_wide_as_their_mean():

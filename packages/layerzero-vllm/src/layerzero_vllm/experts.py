@@ -23,7 +23,7 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.device.memory import available_host_bytes
 from layerzero_vllm.attend import race
-from layerzero_vllm.choice import OURS, THEIRS, experts_won
+from layerzero_vllm.choice import MARGIN, OURS, THEIRS, experts_won
 from layerzero_vllm.linear import ENOUGH, HOPELESS, STREAMED
 from layerzero_vllm.plugin import pinned
 
@@ -276,6 +276,15 @@ def _left(kind: Kind, reason: str) -> dict[str, Any]:
     return told | {"kernel": "vLLM's own", "times": {}}
 
 
+def _reason(ratio: float, *, taken: bool) -> str:
+    said = f"{ratio:.2f}x as quick as vLLM's"
+    if pinned(os.environ) == OURS:
+        return f"{said}; layerzero is pinned"
+    if taken != (ratio >= MARGIN):  # one side runs all numbers
+        return f"{said}, but the weights are kept once"
+    return said
+
+
 def _told(
     kind: Kind, times: dict[int, dict[str, float]], kernels: dict[int, str], won: frozenset[int]
 ) -> list[dict[str, Any]]:
@@ -288,7 +297,7 @@ def _told(
             "kind": str(kind),
             "phase": f"{tokens} tokens" if tokens < last or last == TOKENS[-1] else f"{tokens} tokens and more",
             "winner": OURS if tokens in won else THEIRS,
-            "reason": f"{timed[THEIRS] / timed[OURS]:.2f}x as quick as vLLM's",
+            "reason": _reason(timed[THEIRS] / timed[OURS], taken=tokens in won),
             "kernel": kernels[tokens] if tokens in won else "vLLM's own",
             "times": timed,
         }
