@@ -64,7 +64,8 @@ def _profiled(name: str, data: dict[str, Any]) -> str:
         "",
         f"{_where(data, data['machine']['gpu'])} One step of prompts and one of single tokens, by torch's profiler, "
         "with ours as chosen and pinned. Kernels of ours are compared, in each layer, with the reported kernel run "
-        "alone on the same arguments, in a graph by how often each ran; vLLM's own with the same step of stock vLLM (of the whole step all but those "
+        "alone on the same arguments, in a graph by how often each ran; vLLM's own with the same step of stock vLLM "
+        "(of the whole step all but those "
         f"that Inductor names). Repeat: `{data['command']}`.",
         "",
         "| model | engine | step | reported | launches in attention | as explained |",

@@ -13,7 +13,6 @@ from layerzero_vllm.choice import (
     LayerKind,
     cannot_run,
     choose_one,
-    choose_quickest,
     left_alone,
     lost,
     phases,
@@ -127,7 +126,7 @@ def raced(**sides):
     times = {
         phase: {side: took[place] for side, took in sides.items() if took[place]} for place, phase in enumerate(KERNELS)
     }
-    found = choose_quickest(KIND, times, KERNELS, {})
+    found = choose_one(KIND, times, KERNELS)
     assert [choice.phase for choice in found] == list(KERNELS)
     (winner,) = {choice.winner for choice in found}
     return winner, found[0]
@@ -136,7 +135,7 @@ def raced(**sides):
 def test_the_quickest_of_all_sides_serves_the_phases_of_one_batch():
     winner, choice = raced(vllm=(10.0, 20.0), layerzero=(8.0, 18.0), TRITON_ATTN=(9.0, 19.0))
     assert (winner, choice.kernel) == (OURS, "triton.paged_attention.split")
-    assert choice.reason == "1.25x as quick by layerzero; 1.11x as quick by TRITON_ATTN"
+    assert choice.reason == "layerzero 1.25x as quick; TRITON_ATTN 1.11x as quick"
     winner, choice = raced(vllm=(10.0, 20.0), layerzero=(9.0, 19.0), TRITON_ATTN=(8.0, 18.0))
     assert (winner, choice.kernel) == (TRITON, "vLLM's TRITON_ATTN")
 
@@ -150,11 +149,9 @@ def test_another_side_has_to_be_clearly_quicker_and_clearly_slower_nowhere():
 
 def test_a_pinned_side_of_a_gpu_is_taken_where_it_can_serve_and_why_it_cannot_is_said():
     times = {"decode B1": {THEIRS: 10.0, OURS: 30.0}}
-    (choice,) = choose_quickest(KIND, times, KERNELS, {}, OURS)
+    (choice,) = choose_one(KIND, times, KERNELS, OURS)
     assert choice.winner == OURS and choice.reason.endswith("layerzero is pinned")
-    (choice,) = choose_quickest(
-        KIND, {"decode B1": {THEIRS: 10.0}}, KERNELS, {OURS: "layerzero cannot: no Triton"}, OURS
-    )
+    (choice,) = choose_one(KIND, {"decode B1": {THEIRS: 10.0}}, KERNELS, OURS, {OURS: "layerzero cannot: no Triton"})
     assert choice.winner == THEIRS and "layerzero cannot: no Triton" in choice.reason
 
 
@@ -162,9 +159,9 @@ def test_kinds_of_one_group_that_differ_in_a_phase_are_vllms_in_it():
     other = dataclasses.replace(KIND, window=64)
     ours = {"decode B1": {THEIRS: 10.0, OURS: 5.0}}
     theirs = {"decode B1": {THEIRS: 10.0, OURS: 20.0}}
-    alike = [*choose_quickest(KIND, ours, KERNELS, {}), *choose_quickest(other, ours, KERNELS, {})]
+    alike = [*choose_one(KIND, ours, KERNELS), *choose_one(other, ours, KERNELS)]
     assert together(alike) == alike
-    differing = [*choose_quickest(KIND, ours, KERNELS, {}), *choose_quickest(other, theirs, KERNELS, {})]
+    differing = [*choose_one(KIND, ours, KERNELS), *choose_one(other, theirs, KERNELS)]
     found = together(differing)
     assert [choice.winner for choice in found] == [THEIRS, THEIRS]
     assert "chose otherwise" in found[0].reason and found[1] == differing[1]

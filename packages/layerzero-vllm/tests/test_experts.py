@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from layerzero_vllm import experts
-from layerzero_vllm.choice import OURS, THEIRS, experts_won
+from layerzero_vllm.choice import OURS, THEIRS, experts_won, told
 
 EXPERTS, HIDDEN, INNER, TOP_K = 4, 32, 16, 2
 
@@ -273,17 +273,22 @@ def test_weights_are_held_twice_only_with_room_and_for_a_clear_win():
     assert experts_won(times(0.5, 0.5, 0.5, 0.5), experts.TOKENS, room=False, side=OURS) == every
 
 
-def test_the_report_says_why_a_number_of_tokens_does_not_go_to_the_quicker_side(monkeypatch):
-    kind, times = experts.kind_of(layer_of()), {1: {OURS: 1.0, THEIRS: 0.9}, 8: {OURS: 1.0, THEIRS: 1.05}}
+def test_the_report_says_why_a_number_of_tokens_does_not_go_to_the_quicker_side():
+    times = {1: {OURS: 1.0, THEIRS: 0.9}, 8: {OURS: 1.0, THEIRS: 1.05}}
     kernels = {1: "cpu.moe.experts", 8: "cpu.moe.experts"}
-    few, more = experts._told(kind, times, kernels, frozenset())
+
+    def rows(won, pinned=None, raced=times):
+        return told("experts", experts.TOKENS, "tokens", (raced, kernels), won, pinned)
+
+    few, more = rows(frozenset())
     assert (few["winner"], few["kernel"], few["reason"]) == (THEIRS, "vLLM's own", "0.90x as quick as vLLM's")
-    assert more["winner"] == THEIRS and more["reason"] == "1.05x as quick as vLLM's, but the weights are kept once"
-    assert more["phase"] == "8 tokens and more"
-    _, more = experts._told(kind, times, kernels, frozenset({8}))
+    assert more["winner"] == THEIRS and more["reason"] == "1.05x as quick as vLLM's, but one side serves all numbers"
+    assert (few["phase"], more["phase"]) == ("1 tokens", "8 tokens and more")
+    _, more = rows(frozenset({8}))
     assert (more["winner"], more["kernel"]) == (OURS, "cpu.moe.experts") and more["reason"].endswith("vLLM's")
-    monkeypatch.setenv("LAYERZERO_VLLM_CHOICE", "layerzero")
-    few, _ = experts._told(kind, times, kernels, frozenset(experts.TOKENS))
+    few, _ = rows(frozenset(experts.TOKENS), OURS)
     assert few["winner"] == OURS and few["reason"].endswith("layerzero is pinned")
-    (left,) = experts._told(kind, {}, {}, frozenset())
+    (left,) = rows(frozenset(), raced={})
     assert (left["winner"], left["reason"]) == (THEIRS, "the two disagree on a drawn input")
+    (left,) = rows(frozenset(), THEIRS, raced={})
+    assert left["reason"] == "vllm is pinned"

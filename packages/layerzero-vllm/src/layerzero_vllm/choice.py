@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 OURS, THEIRS = "layerzero", "vllm"
 TRITON = "TRITON_ATTN"  # vLLM's other backend for CUDA, which reads the same pages as its FLASH_ATTN
 Times = Mapping[str, Mapping[str, float]]  # phase, side, microseconds
+Raced = Mapping[int, Mapping[str, float]]  # the same by number of rows or tokens
 # A candidate of ours has to be clearly quicker: times taken at start-up scatter by a few per cent.
 MARGIN = 1.02
 # Experts are most of a model: their weights are held twice only for at least so much.
@@ -124,37 +126,30 @@ def cannot_run(machine: str, dtype: str, capabilities: Mapping[str, Any]) -> str
     return None
 
 
-def choose_one(kind: LayerKind, times: Times, kernels: Mapping[str, str], pinned: str | None = None) -> list[Choice]:
-    """One side for all phases: ours where it is quicker in the geometric mean and in no phase clearly slower."""
-    winner = pinned or quicker(times)
-    return [_choice(kind, phase, timed, kernels, winner, pinned) for phase, timed in times.items()]
-
-
-def choose_quickest(
+def choose_one(
     kind: LayerKind,
     times: Times,
     kernels: Mapping[str, str],
-    refused: Mapping[str, str],
     pinned: str | None = None,
+    refused: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Choice]:
-    """One of all sides that were timed in each of these phases; `refused` says why others were not.
+    """One side for all of these phases, of those timed in each; `refused` says why others were not.
 
     Another side than vLLM's first has to be clearly quicker in the geometric mean, and clearly slower in no phase.
     """
-    gains = {
-        side: [timed[THEIRS] / timed[side] for timed in times.values()]
-        for side in next(iter(times.values()))
-        if all(side in timed for timed in times.values())
-    }
+    common = set.intersection(*(set(timed) for timed in times.values()))
+    gains = {side: [timed[THEIRS] / timed[side] for timed in times.values()] for side in common}
     means = {side: math.exp(sum(map(math.log, ratios)) / len(ratios)) for side, ratios in gains.items()}
     able = [side for side in means if means[side] >= MARGIN and min(gains[side]) >= 1 / MARGIN]
     winner = pinned if pinned in means else max(able, key=means.__getitem__, default=THEIRS)
-    named = {THEIRS: "vLLM's own", TRITON: f"vLLM's {TRITON}"}
-    found = []
+    named, found = {THEIRS: "vLLM's own", TRITON: f"vLLM's {TRITON}"}, []
     for phase, timed in times.items():
-        said = [f"{timed[THEIRS] / took:.2f}x as quick by {side}" for side, took in timed.items() if side != THEIRS]
-        said += [f"{pinned} is pinned"] if pinned is not None else []
-        reason = "; ".join([*said, *refused.values()])
+        said = []
+        for side in sorted(set(timed) - {THEIRS}, reverse=True):
+            ratio = timed[THEIRS] / timed[side]
+            given_up = pinned is None and winner == THEIRS and ratio >= MARGIN
+            said.append(f"{side} {ratio:.2f}x as quick" + (", but slower in another phase" if given_up else ""))
+        reason = "; ".join([*said, *([f"{pinned} is pinned"] if pinned else []), *refused.values()])
         found.append(Choice(kind, phase, winner, reason, named.get(winner) or kernels[phase], dict(timed)))
     return found
 
@@ -165,10 +160,7 @@ def together(choices: Sequence[Choice]) -> list[Choice]:
     for choice in choices:
         winners.setdefault(choice.phase, set()).add(choice.winner)
     said = "layers of another kind in the same KV-cache group chose otherwise"
-    return [
-        choice if len(winners[choice.phase]) == 1 or choice.winner == THEIRS else choice.given_up(said)
-        for choice in choices
-    ]
+    return [one.given_up(said) if len(winners[one.phase]) > 1 and one.winner != THEIRS else one for one in choices]
 
 
 def quicker(times: Times) -> str:
@@ -183,32 +175,13 @@ def lost(timed: Mapping[str, float]) -> bool:
     return timed[THEIRS] / timed[OURS] < 1 / MARGIN
 
 
-def _choice(
-    kind: LayerKind,
-    phase: str,
-    timed: Mapping[str, float],
-    kernels: Mapping[str, str],
-    winner: str,
-    pinned: str | None,
-) -> Choice:
-    ratio = timed[THEIRS] / timed[OURS]
-    reason = f"{ratio:.2f}x as quick as vLLM's"
-    if pinned is not None:
-        reason += f"; {pinned} is pinned"
-    elif winner == THEIRS and ratio >= MARGIN:
-        reason += ", but slower in another phase of the same KV cache"
-    return Choice(kind, phase, winner, reason, kernels[phase] if winner == OURS else "vLLM's own", dict(timed))
-
-
-def rows_won(times: Mapping[int, Mapping[str, float]], all_rows: Sequence[int]) -> frozenset[int]:
+def rows_won(times: Raced, all_rows: Sequence[int]) -> frozenset[int]:
     """The numbers of rows at which ours is the quicker linear; those not measured go as the last that was."""
     won = {rows for rows, timed in times.items() if timed[THEIRS] / timed[OURS] >= MARGIN}
     return frozenset(won | {rows for rows in all_rows if rows > max(times) and max(times) in won})
 
 
-def experts_won(
-    times: Mapping[int, Mapping[str, float]], all_tokens: Sequence[int], *, room: bool, side: str | None = None
-) -> frozenset[int]:
+def experts_won(times: Raced, all_tokens: Sequence[int], *, room: bool, side: str | None = None) -> frozenset[int]:
     """The numbers of tokens at which ours runs the experts: all or none, unless two packings fit and are worth it."""
     if side == OURS:
         return frozenset(all_tokens)
@@ -216,6 +189,29 @@ def experts_won(
     if len(won) == len(all_tokens) or (room and any(timed[THEIRS] >= WORTH * timed[OURS] for timed in times.values())):
         return won
     return frozenset(all_tokens if quicker({str(tokens): timed for tokens, timed in times.items()}) == OURS else ())
+
+
+def told(
+    kind: str, counts: Sequence[int], unit: str, raced: tuple[Raced, Mapping[int, str]], won: Any, pinned: str | None
+) -> list[dict[str, Any]]:
+    """Rows of the report for what was raced by its number of rows or tokens: times, our kernels, and what ours won."""
+    times, kernels = raced
+    if not times:
+        return [unraced(kind, "vllm is pinned" if pinned == THEIRS else "the two disagree on a drawn input")]
+    rows: list[dict[str, Any]] = []
+    for count, timed in times.items():
+        ratio, ours = timed[THEIRS] / timed[OURS], count in won
+        alone = "" if ours == (ratio >= MARGIN) else ", but one side serves all numbers"
+        reason = f"{ratio:.2f}x as quick as vLLM's" + (f"; {pinned} is pinned" if pinned else alone)
+        row = {"kind": kind, "phase": f"{count} {unit}", "winner": OURS if ours else THEIRS, "reason": reason}
+        rows.append({**row, "kernel": kernels[count] if ours else "vLLM's own", "times": timed})
+    rows[-1]["phase"] += "" if max(times) == counts[-1] else " and more"
+    return rows
+
+
+def unraced(kind: str, reason: str) -> dict[str, Any]:
+    """The row of what vLLM serves for a reason that is no time."""
+    return {"kind": kind, "phase": "all", "winner": THEIRS, "reason": reason, "kernel": "vLLM's own", "times": {}}
 
 
 def left_alone(kind: LayerKind, names: Iterable[str], reason: str) -> list[Choice]:

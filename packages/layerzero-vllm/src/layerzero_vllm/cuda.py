@@ -35,7 +35,7 @@ from layerzero_vllm.choice import (
     Choice,
     LayerKind,
     Phase,
-    choose_quickest,
+    choose_one,
     left_alone,
     phases,
     refusals,
@@ -232,7 +232,7 @@ class CudaBuilder(stock.FlashAttentionMetadataBuilder):
                 ways, kernels[str(phase)] = self._ways(kind, layer, phase, drawn)
                 times[str(phase)], dropped = self._timed(ways, phase, drawn)
                 refused |= dropped
-            found += choose_quickest(kind, times, kernels, refused, pinned(os.environ))
+            found += choose_one(kind, times, kernels, pinned(os.environ), refused)
         return found
 
     def _drawn(self, kind: LayerKind, phase: Phase) -> attend.Example:
@@ -255,32 +255,26 @@ class CudaBuilder(stock.FlashAttentionMetadataBuilder):
             common = common.replace(max_seq_len=self.model_config.max_model_len)
         flash = functools.partial(stock.FlashAttentionMetadataBuilder.build, self, 0, common)
 
-        def write() -> None:
-            if phase.query == 1:  # what stands before the attention in a graph: kernels of one side may begin early
-                impl.do_kv_cache_update(layer, key, value, cache, slots)
+        def by(forward: Callable[..., Any]) -> Callable[[Any], Tensor]:
+            def run(metadata: Any) -> Tensor:
+                if phase.query == 1:  # the writer stands before in a graph: kernels of one side may begin early
+                    impl.do_kv_cache_update(layer, key, value, cache, slots)
+                forward(layer, drawn.query, key, value, cache, metadata, output)
+                return output
 
-        def theirs(metadata: Any) -> Tensor:
-            write()
-            stock.FlashAttentionImpl.forward(impl, layer, drawn.query, key, value, cache, metadata, output)
-            return output
+            return run
 
-        def triton(metadata: Any) -> Tensor:
-            write()
-            impl.triton.forward(layer, drawn.query, key, value, cache, metadata, output)
-            return output
-
-        def ours(metadata: Any) -> Tensor:
-            write()
-            kernel = IN_GRAPHS if phase.query == 1 else None
-            caches, batch = attend.interleaved(cache), metadata.batch if phase.query == 1 else metadata
-            return output.copy_(attend.attend(drawn.query, caches, batch, impl.settings, True, kernel))
+        def ours(layer: Any, query: Tensor, key: Tensor, value: Tensor, cache: Tensor, batch: Any, out: Tensor) -> None:
+            kernel, batch = (IN_GRAPHS, batch.batch) if phase.query == 1 else (None, batch)
+            out.copy_(attend.attend(query, attend.interleaved(cache), batch, impl.settings, True, kernel))
 
         def batch() -> Any:
             return self._in_graphs(common) if phase.query == 1 else _planned(common, common.seq_lens_cpu_upper_bound)
 
-        ways = {THEIRS: Way(flash, theirs), OURS: Way(batch, ours)}
+        theirs = functools.partial(stock.FlashAttentionImpl.forward, impl)
+        ways = {THEIRS: Way(flash, by(theirs)), OURS: Way(batch, by(ours))}
         if not kind.alibi:
-            ways[TRITON] = Way(lambda: self.triton.build(0, common), triton)
+            ways[TRITON] = Way(lambda: self.triton.build(0, common), by(impl.triton.forward))
         if phase.query == 1:
             return ways, IN_GRAPHS
         caches, options = attend.interleaved(cache), impl.settings.options

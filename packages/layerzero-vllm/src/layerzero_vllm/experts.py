@@ -23,7 +23,7 @@ from torch import Tensor
 import layerzero as lz
 from layerzero.device.memory import available_host_bytes
 from layerzero_vllm.attend import race
-from layerzero_vllm.choice import MARGIN, OURS, THEIRS, experts_won
+from layerzero_vllm.choice import OURS, THEIRS, experts_won, told, unraced
 from layerzero_vllm.linear import ENOUGH, HOPELESS, STREAMED
 from layerzero_vllm.plugin import pinned
 
@@ -253,14 +253,14 @@ def install() -> None:
         side, kind = pinned(os.environ), layers[0].kind
         times, kernels, room = ({}, {}, True) if side == THEIRS else agreed(lambda: (*measure(layers), twice(layers)))
         won = frozenset[int]() if not times else experts_won(times, TOKENS, room=room, side=side)
-        report().experts.extend(_told(kind, times, kernels, won))
+        report().experts.extend(told(str(kind), TOKENS, "tokens", (times, kernels), won, side))
         key(f"experts {kind}", won=bool(won))
         return won
 
     def refused(kind: Kind, reason: str) -> None:
-        told = _left(kind, f"{reason}: left to vLLM")
-        if told not in report().experts:
-            report().experts.append(told)
+        row = unraced(str(kind), f"{reason}: left to vLLM")
+        if row not in report().experts:
+            report().experts.append(row)
 
     _installed = Experts(CPUUnquantizedExperts.process_weights_after_loading, choose, refused)
     held = _installed
@@ -269,37 +269,3 @@ def install() -> None:
         held.process(self, layer)
 
     CPUUnquantizedExperts.process_weights_after_loading = process_weights_after_loading
-
-
-def _left(kind: Kind, reason: str) -> dict[str, Any]:
-    told = {"kind": str(kind), "phase": "all", "winner": THEIRS, "reason": reason}
-    return told | {"kernel": "vLLM's own", "times": {}}
-
-
-def _reason(ratio: float, *, taken: bool) -> str:
-    said = f"{ratio:.2f}x as quick as vLLM's"
-    if pinned(os.environ) == OURS:
-        return f"{said}; layerzero is pinned"
-    if taken != (ratio >= MARGIN):  # one side runs all numbers
-        return f"{said}, but the weights are kept once"
-    return said
-
-
-def _told(
-    kind: Kind, times: dict[int, dict[str, float]], kernels: dict[int, str], won: frozenset[int]
-) -> list[dict[str, Any]]:
-    if not times:
-        pin = pinned(os.environ) == THEIRS
-        return [_left(kind, "vllm is pinned" if pin else "the two disagree on a drawn input")]
-    last = max(times)
-    return [
-        {
-            "kind": str(kind),
-            "phase": f"{tokens} tokens" if tokens < last or last == TOKENS[-1] else f"{tokens} tokens and more",
-            "winner": OURS if tokens in won else THEIRS,
-            "reason": _reason(timed[THEIRS] / timed[OURS], taken=tokens in won),
-            "kernel": kernels[tokens] if tokens in won else "vLLM's own",
-            "times": timed,
-        }
-        for tokens, timed in times.items()
-    ]

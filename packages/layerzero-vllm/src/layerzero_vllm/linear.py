@@ -23,7 +23,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero_vllm.attend import race
-from layerzero_vllm.choice import OURS, THEIRS, quicker, rows_won
+from layerzero_vllm.choice import OURS, THEIRS, quicker, rows_won, told
 from layerzero_vllm.plugin import pinned
 
 ROWS = (1, 8, 32, 128, 512)  # rows that are measured: decode of one and of a few sequences, a batch, prompts
@@ -230,7 +230,7 @@ def install() -> None:
         side, weight = pinned(os.environ), layers[0].weight
         times, kernels = ({}, {}) if side == THEIRS else agreed(lambda: measure(layers, pack))
         won = frozenset[int]() if not times else rows_won(times, ROWS) if side is None else forced[side]
-        report().linears.extend(_told(weight, times, kernels, won))
+        report().linears.extend(told(_name(weight), ROWS, "rows", (times, kernels), won, side))
         key(_name(weight), won=bool(won))
         return won
 
@@ -256,24 +256,3 @@ def install() -> None:
 
 def _name(weight: Tensor) -> str:
     return f"linear {weight.shape[1]} to {weight.shape[0]}, {str(weight.dtype).removeprefix('torch.')}"
-
-
-def _told(
-    weight: Tensor, times: dict[int, dict[str, float]], kernels: dict[int, str], won: frozenset[int]
-) -> list[dict[str, Any]]:
-    kind = _name(weight)
-    if not times:
-        reason = "vllm is pinned" if pinned(os.environ) == THEIRS else "the two disagree on a drawn input"
-        return [{"kind": kind, "phase": "all", "winner": THEIRS, "reason": reason, "kernel": "vLLM's own", "times": {}}]
-    last = max(times)
-    return [
-        {
-            "kind": kind,
-            "phase": f"{rows} rows" if rows < last or last == ROWS[-1] else f"{rows} rows and more",
-            "winner": OURS if rows in won else THEIRS,
-            "reason": f"{timed[THEIRS] / timed[OURS]:.2f}x as quick as vLLM's",
-            "kernel": kernels[rows] if rows in won else "vLLM's own",
-            "times": timed,
-        }
-        for rows, timed in times.items()
-    ]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import layerzero as lz
 from layerzero_vllm.attend import race
-from layerzero_vllm.choice import OURS, THEIRS, quicker
+from layerzero_vllm.choice import OURS, THEIRS, quicker, told, unraced
 from layerzero_vllm.plugin import pinned
 
 PROVIDER = "layerzero"
@@ -91,26 +91,12 @@ def measure(op: Any, name: str, model: Model) -> tuple[dict[int, dict[str, float
 
 def choose(op: Any, name: str, model: Model, side: str | None) -> list[dict[str, Any]]:
     """What the report is told of an op; one winner serves it at every number of tokens."""
-    own = {"kind": f"{name} of {model}", "phase": "all", "winner": THEIRS, "kernel": "vLLM's own", "times": {}}
-    if side == THEIRS:
-        return [own | {"reason": "vllm is pinned"}]
-    if model.compiled:
-        return [own | {"reason": "Inductor fuses it with its neighbours"}]
-    times, kernels = measure(op, name, model)
-    if not times:
-        return [own | {"reason": "the two disagree on a drawn input"}]
-    winner = side or quicker({str(tokens): timed for tokens, timed in times.items()})
-    return [
-        own
-        | {
-            "phase": f"{tokens} tokens",
-            "winner": winner,
-            "kernel": kernels[tokens] if winner == OURS else "vLLM's own",
-            "reason": f"{timed[THEIRS] / timed[OURS]:.2f}x as quick as vLLM's",
-            "times": timed,
-        }
-        for tokens, timed in times.items()
-    ]
+    if model.compiled and side != THEIRS:
+        return [unraced(f"{name} of {model}", "Inductor fuses it with its neighbours")]
+    times, kernels = ({}, {}) if side == THEIRS else measure(op, name, model)
+    winner = side or (quicker({str(tokens): timed for tokens, timed in times.items()}) if times else THEIRS)
+    won = TOKENS if winner == OURS else ()
+    return told(f"{name} of {model}", TOKENS, "tokens", (times, kernels), won, side)
 
 
 _settled = False
@@ -134,9 +120,9 @@ def settle() -> None:
         op = getattr(ir.ops, name)
         if op.get_priority() != ["native"]:
             continue
-        told = agreed(functools.partial(choose, op, name, model, pinned(os.environ)))
-        report().norms.extend(told)
-        ours = told[-1]["winner"] == OURS
+        rows = agreed(functools.partial(choose, op, name, model, pinned(os.environ)))
+        report().norms.extend(rows)
+        ours = rows[-1]["winner"] == OURS
         key(f"{name} of {model}", won=ours)
         if ours:
             op.set_default([PROVIDER, "native"])
