@@ -226,6 +226,14 @@ def test_a_graph_holds_the_op_and_the_number_of_tokens_stays_dynamic():
     assert len(seen) == 1 and "layerzero_vllm.experts" in seen[0]
 
 
+def test_what_was_chosen_for_experts_is_forgotten_with_them_since_others_may_lie_at_their_address():
+    layer, kernel, _ = prepared(1, 8)
+    address = layer.w13_weight.data_ptr()
+    assert address in experts._entries
+    del layer, kernel
+    assert address not in experts._entries
+
+
 def packed(layer, kernel):
     kind, plain = experts.kind_of(layer), (layer.w13_weight.detach(), layer.w2_weight.detach())
     stock(kernel, layer)

@@ -14,10 +14,10 @@ from layerzero_vllm.choice import OURS, THEIRS, rows_won
 def stock(layer, remove_weight):
     """As vLLM does: keeps the weight packed for itself and takes it away from the layer."""
     packed = layer.weight.detach().t().contiguous()
-    layer.calls = []
+    calls = layer.calls = []
 
     def theirs(x, weight, bias):
-        layer.calls.append(x.shape[0])
+        calls.append(x.shape[0])
         return x @ packed if bias is None else x @ packed + bias
 
     layer.cpu_linear = theirs
@@ -67,6 +67,14 @@ def test_one_that_we_always_win_drops_the_packed_weight_and_the_next_is_not_pack
         torch.testing.assert_close(layer.cpu_linear(x, layer.weight, None), torch.nn.functional.linear(x, weight))
         assert layer.weight.data_ptr() not in linear._entries
     assert asked == [1] and not hasattr(layer, "calls")
+
+
+def test_what_was_chosen_for_a_weight_is_forgotten_with_it_since_another_may_lie_at_its_address():
+    layer, _ = prepared(8, 128)
+    address = layer.weight.data_ptr()
+    assert address in linear._entries
+    del layer
+    assert address not in linear._entries
 
 
 def test_layers_of_a_shape_wait_until_no_cache_holds_their_weights(monkeypatch):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 OURS, THEIRS = "layerzero", "vllm"
@@ -131,7 +130,7 @@ def choose_one(
     times: Times,
     kernels: Mapping[str, str],
     pinned: str | None = None,
-    refused: Mapping[str, str] = MappingProxyType({}),
+    refused: Mapping[str, str] | None = None,
 ) -> list[Choice]:
     """One side for all of these phases, of those timed in each; `refused` says why others were not.
 
@@ -149,7 +148,7 @@ def choose_one(
             ratio = timed[THEIRS] / timed[side]
             given_up = pinned is None and winner == THEIRS and ratio >= MARGIN
             said.append(f"{side} {ratio:.2f}x as quick" + (", but slower in another phase" if given_up else ""))
-        reason = "; ".join([*said, *([f"{pinned} is pinned"] if pinned else []), *refused.values()])
+        reason = "; ".join([*said, *([f"{pinned} is pinned"] if pinned else []), *(refused or {}).values()])
         found.append(Choice(kind, phase, winner, reason, named.get(winner) or kernels[phase], dict(timed)))
     return found
 

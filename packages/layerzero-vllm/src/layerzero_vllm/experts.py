@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -67,7 +68,7 @@ class Entry(NamedTuple):
     ours: tuple[bool, ...]
 
 
-# where both are used: by the address of the plain weight, which lives as long as its layer
+# where both are used: by the address of the plain weight, as long as it lives
 _entries: dict[int, Entry] = {}
 _library: Any = torch.library.Library("layerzero_vllm", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("experts(Tensor x, Tensor gate_up, Tensor down, Tensor shares, Tensor ids, str activation) -> Tensor")
@@ -205,6 +206,7 @@ class Experts:
                 one.layer.w2_weight = torch.nn.Parameter(one.down, requires_grad=False)
                 if not all(ours):
                     _entries[one.gate_up.data_ptr()] = Entry(one.theirs, ours)
+                    weakref.finalize(one.layer.w13_weight, _entries.pop, one.gate_up.data_ptr(), None)
                 one.kernel.apply = either
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ class Entry(NamedTuple):
     ours: tuple[bool, ...]
 
 
-# where both are used: by the address of the plain weight, which lives as long as its layer
+# where both are used: by the address of the plain weight, as long as it lives
 _entries: dict[int, Entry] = {}
 _library: Any = torch.library.Library("layerzero_vllm", "DEF")  # type: ignore[no-untyped-call]
 _library.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
@@ -185,6 +186,7 @@ class Linears:
                     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
                 if not all(ours):
                     _entries[weight.data_ptr()] = Entry(theirs, ours)
+                    weakref.finalize(layer.weight, _entries.pop, weight.data_ptr(), None)
                 layer.cpu_linear = either
             self.settled += layers
         if kinds:
@@ -194,7 +196,7 @@ class Linears:
         if doubtful and not self.keep(layers, doubtful):
             for layer, weight, theirs, left in doubtful:
                 layer.weight, layer.cpu_linear = left, theirs
-                del _entries[weight.data_ptr()]
+                _entries.pop(weight.data_ptr(), None)
                 self.known[(*weight.shape, weight.dtype)] = frozenset()
 
 

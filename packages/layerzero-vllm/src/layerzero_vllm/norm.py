@@ -3,7 +3,6 @@
 vLLM's own provider on a CPU is a chain of torch ops. With torch.compile Inductor fuses it with what stands around it,
 and an op of ours in the middle costs what it saves (`benchmarks/vllm_ops.py` measures it), so the graph is left
 alone, and there `lz.rms_norm` itself is the formula. With --enforce-eager both are raced when the model is loaded.
-`--ir-op-priority` takes the provider by its name; what it says is not changed.
 """
 
 from __future__ import annotations
