@@ -108,7 +108,7 @@ class Extended:
         class Planning(cuda.CudaBuilder):
             def __init__(self, *args: Any) -> None:
                 super().__init__(*args)
-                self.single, self.several = dict.fromkeys(self.single, OURS), OURS
+                self.single, self.several = [OURS] * len(self.single), OURS
 
         cuda.CudaBackend.get_builder_cls = staticmethod(lambda: Planning)
         real = attend.attend

@@ -11,6 +11,7 @@ from layerzero_vllm.choice import (
     THEIRS,
     TRITON,
     LayerKind,
+    by_count,
     cannot_run,
     choose_one,
     left_alone,
@@ -165,3 +166,13 @@ def test_kinds_of_one_group_that_differ_in_a_phase_are_vllms_in_it():
     found = together(differing)
     assert [choice.winner for choice in found] == [THEIRS, THEIRS]
     assert "chose otherwise" in found[0].reason and found[1] == differing[1]
+
+
+def test_a_number_of_sequences_has_the_side_of_the_graph_it_is_padded_to():
+    timed = {1: TRITON, 16: OURS, 64: THEIRS}
+    assert by_count(timed, [], 3) == [TRITON, TRITON, OURS, OURS]
+    found = by_count(timed, [1, 2, 24], 100)
+    assert len(found) == 101 and found[:3] == [TRITON, TRITON, OURS]
+    assert found[3] == found[24] == THEIRS  # all in the graph of 24, which goes as 64
+    assert found[65] == found[100] == THEIRS
+    assert by_count(timed, [256], 4) == [THEIRS] * 257

@@ -162,6 +162,14 @@ def together(choices: Sequence[Choice]) -> list[Choice]:
     return [one.given_up(said) if len(winners[one.phase]) > 1 and one.winner != THEIRS else one for one in choices]
 
 
+def by_count(timed: Mapping[int, str], graphs: Sequence[int], most: int) -> list[str]:
+    """The side for each number of sequences: of the graph that it is padded to, which goes as the next timed one."""
+    padded = [
+        min((size for size in graphs if size >= count), default=count) for count in range(max(most, *graphs, 0) + 1)
+    ]
+    return [timed[min((one for one in timed if one >= count), default=max(timed))] for count in padded]
+
+
 def quicker(times: Times) -> str:
     """The side that all phases get: ours if it is clearly quicker in the geometric mean and clearly slower in none."""
     ratios = [timed[THEIRS] / timed[OURS] for timed in times.values()]

@@ -12,7 +12,6 @@ import functools
 import itertools
 import os
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -35,6 +34,7 @@ from layerzero_vllm.choice import (
     Choice,
     LayerKind,
     Phase,
+    by_count,
     choose_one,
     left_alone,
     phases,
@@ -146,15 +146,16 @@ class CudaBuilder(stock.FlashAttentionMetadataBuilder):
         kinds: dict[LayerKind, Any] = {}
         for layer in layers.values():
             kinds.setdefault(kind_of(layer.impl, "cuda", kv_cache_spec.block_size, vllm_config), layer)
-        scheduler, model = vllm_config.scheduler_config, vllm_config.model_config
-        most, longest = scheduler.max_num_seqs, model.max_model_len
-        told = phases(most, scheduler.max_num_batched_tokens, longest, BATCHES, LONG)
+        limits, longest = vllm_config.scheduler_config, vllm_config.model_config.max_model_len
+        told = phases(limits.max_num_seqs, limits.max_num_batched_tokens, longest, BATCHES, LONG)
         choices = together(
             agreed(lambda: [one for kind, layer in kinds.items() for one in self._all(kind, layer, told)])
         )
         sides = {choice.phase: choice.winner for choice in choices}
         # by the number of sequences of a step of single tokens; one side for all steps with a prompt
-        self.single = {phase.batch: sides.get(str(phase), THEIRS) for phase in told if phase.query == 1}
+        single = {phase.batch: sides.get(str(phase), THEIRS) for phase in told if phase.query == 1}
+        graphs = self.compilation_config.cudagraph_capture_sizes if self.use_full_cuda_graph else None
+        self.single: list[str] = by_count(single, sorted(graphs or []), limits.max_num_seqs)
         self.several = next((sides[str(phase)] for phase in told if phase.query > 1 and sides), THEIRS)
         if all(side == THEIRS for side in sides.values()):
             # nothing of ours stays in the way, unless vLLM made a subclass of ours for a mask of its own
@@ -192,10 +193,7 @@ class CudaBuilder(stock.FlashAttentionMetadataBuilder):
             # masks of their own, and lengths that only the device knows exactly
             odd = common.mm_req_doc_ranges is not None or common.seq_lens_cpu_upper_bound is None
             return THEIRS if odd else self.several
-        graphs = self.compilation_config.cudagraph_capture_sizes or [] if self.use_full_cuda_graph else []
-        count = min((size for size in graphs if size >= common.num_reqs), default=common.num_reqs)
-        timed = sorted(self.single)
-        return self.single[timed[min(bisect_left(timed, count), len(timed) - 1)]]
+        return self.single[int(min(common.num_reqs, len(self.single) - 1))]
 
     def _in_graphs(self, common: Any) -> Any:
         """Metadata of single tokens over vLLM's own tensors, made once as long as these stay where they are.
@@ -211,8 +209,7 @@ class CudaBuilder(stock.FlashAttentionMetadataBuilder):
             if len(self.steps) > 1000:
                 self.steps.clear()
             longest = self.model_config.max_model_len
-            stock_build = stock.FlashAttentionMetadataBuilder.build
-            found = stock_build(self, 0, common.replace(max_seq_len=longest), fast_build=True)
+            found = super().build(0, common.replace(max_seq_len=longest), fast_build=True)
             found.batch = lz.paged_batch(table[:count], common.seq_lens[:count], host_lens=[longest] * count)
             self.steps[key] = found
         return found
