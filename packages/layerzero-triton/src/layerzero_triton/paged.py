@@ -20,7 +20,6 @@ _split = Launcher(device.split)
 _combine = Launcher(device.combine)
 _config = functools.lru_cache(maxsize=4096)(paged_config)
 _known: set[Any] = set()
-
 _Plans = tuple[Plan, "Plan | None"]  # the two launches of a call, or one where the context is not split
 _plans: dict[Any, _Plans] = {}
 

@@ -324,6 +324,7 @@ class CudaBuilder(stock.FlashAttentionMetadataBuilder):
 def _captured(run: Callable[[], Tensor], weights: Tensor) -> Callable[[], Tensor]:
     """Some calls as one graph, with nothing of a call left in the GPU's cache for the next; it returns their result."""
     found, row = run(), weights[0]
+    torch.mv(weights, row)  # what it sets up is set up outside of the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
