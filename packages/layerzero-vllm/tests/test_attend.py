@@ -61,25 +61,6 @@ def test_a_step_attends_to_what_was_written(phase, settings):
     torch.testing.assert_close(found.double(), expected(drawn, settings, phase.batch), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("writes_there", [True, False], ids=["a kernel that writes there", "one that does not"])
-def test_a_result_stands_in_the_tensor_that_was_given_for_it(monkeypatch, writes_there):
-    drawn = attend.example(KIND, Phase("decode", 3, 1, 40), torch.float32)
-    attend.write(drawn.keys, drawn.values, drawn.cache, drawn.slots)
-    batch = attend.batch_of(drawn.block_table, drawn.seq_lens, drawn.query_start_loc)
-    settings, caches = attend.Settings(0.5), attend.halves(drawn.cache)
-    wanted, plain = attend.attend(drawn.query, caches, batch, settings), attend.lz.paged_attention
-
-    def answer(*given, **named):
-        found = plain(*given, **named)
-        return batch.offered.pop().copy_(found) if writes_there else found
-
-    monkeypatch.setattr(attend.lz, "paged_attention", answer)
-    out = torch.full((3, 4 * 32), torch.nan)  # as vLLM gives it, heads side by side
-    found = attend.attend(drawn.query, caches, batch, settings, out=out)
-    assert found.data_ptr() == out.data_ptr() and torch.equal(out.view(wanted.shape), wanted)
-    assert batch.offered == []  # the next call with this batch must not write here
-
-
 def test_an_encoder_sees_the_tokens_behind_a_query_too():
     phase, settings = Phase("prefill", 2, 21, 21), attend.Settings(0.5)
     drawn = attend.example(KIND, phase, torch.float32)

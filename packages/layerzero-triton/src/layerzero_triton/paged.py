@@ -20,6 +20,8 @@ _split = Launcher(device.split)
 _combine = Launcher(device.combine)
 _config = functools.lru_cache(maxsize=4096)(paged_config)
 _known: set[Any] = set()
+
+
 _Plans = tuple[Plan, "Plan | None"]  # the two launches of a call, or one where the context is not split
 _plans: dict[Any, _Plans] = {}
 
@@ -50,9 +52,7 @@ def paged_attention(
     if not batch.is_decode:
         raise invalid("FEATURE_UNSUPPORTED", f"{batch.max_query_len} query tokens", "1 (decode)")
     count, heads, dim = shape = query.shape
-    out = batch.offered.pop() if batch.offered else None
-    if out is None or out.shape != shape or out.dtype is not query.dtype or not out.is_contiguous():
-        out = torch.empty(shape, dtype=query.dtype, device=query.device)
+    out = torch.empty(shape, dtype=query.dtype, device=query.device)
     lse = torch.empty((count, heads), dtype=torch.float32, device=query.device) if return_lse else None
     if count and heads:
         kv_heads = key_cache.shape[2 if layout == "NHD" else 1]

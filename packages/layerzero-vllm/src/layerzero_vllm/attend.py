@@ -108,14 +108,11 @@ def attend(
     settings: Settings,
     causal: bool = True,
     kernel: str | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Attention of packed queries [tokens, heads, head_dim] over the pages of their sequences, by one kernel or any."""
     options = settings.options if kernel is None else {**settings.options, "backend": kernel}
-    batch.offered[:] = [] if out is None else [out.view(query.shape)]
     found: Tensor = lz.paged_attention(query, *caches, batch, layout="HND", is_causal=causal, **options)
-    batch.offered.clear()
-    return found if out is None or found.data_ptr() == out.data_ptr() else out.view(found.shape).copy_(found)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

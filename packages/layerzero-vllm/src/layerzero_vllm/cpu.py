@@ -95,9 +95,10 @@ class CpuImpl(stock.CPUAttentionBackendImpl):
         if attn_metadata is None or not self.ours:
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
             return output
-        tokens, caches = attn_metadata.num_actual_tokens, attend.halves(kv_cache)
-        causal, out = attn_metadata.all_causal, output[:tokens]
-        attend.attend(query[:tokens], caches, attn_metadata.batch, self.settings, causal, out=out)
+        tokens = attn_metadata.num_actual_tokens
+        caches, batch = attend.halves(kv_cache), attn_metadata.batch
+        found = attend.attend(query[:tokens], caches, batch, self.settings, attn_metadata.all_causal)
+        output[:tokens].view(found.shape).copy_(found)
         return output
 
 

@@ -54,8 +54,6 @@ class PagedBatch:
     is_cross: bool = field(init=False, repr=False)
     # What `check_page_numbers` has looked at, for the layers that follow.
     _looked_at: Any = field(default=None, init=False, repr=False)
-    # A contiguous tensor for the next call's result: a kernel that can takes it out, writes there and returns it.
-    offered: list[Tensor] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._count()
