@@ -127,6 +127,117 @@ def test_a_static_cache_is_read_as_far_as_it_is_filled(seen: list[dict[str, Any]
     assert calls == [(None, 9, 9)] * 3 + [(None, 1, 10)] * 3 + [(None, 1, 11)] * 3 + [(None, 1, 12)] * 3
 
 
+@pytest.mark.req("R-HFT-02")
+@pytest.mark.parametrize(
+    ("name", "window", "options"),
+    [
+        ("llama", None, {}),
+        ("llama", None, {"num_beams": 3}),
+        ("llama", None, {"do_sample": True}),
+        ("llama", None, {"prefill_chunk_size": 5}),
+        ("mistral", 5, {}),  # the cache is as long as the window, which the prompt outgrows
+        ("mistral", 16, {}),  # here the text does
+        ("mistral", 16, {"prefill_chunk_size": 5}),
+        ("gemma2", 5, {}),
+    ],
+)
+def test_generate_with_a_static_cache_reads_no_mask(
+    seen: list[dict[str, Any]], name: str, window: int | None, options: dict[str, Any]
+) -> None:
+    """`generate` makes the masks of a batch, copies them and hands them on: what they say has to survive that."""
+    changes = {} if window is None else {"sliding_window": window}
+    stock, model = zoo.made(name, **changes), lz.patch(zoo.made(name, **changes))
+    torch.manual_seed(5)
+    want = zoo.generated(stock, zoo.inputs(stock), cache_implementation="static", **options)
+    seen.clear()
+    torch.manual_seed(5)
+    assert torch.equal(zoo.generated(model, zoo.inputs(model), cache_implementation="static", **options), want)
+    assert seen and all(call["mask"] is None for call in seen)
+    sizes = [(call["q"], call["k"]) for call in seen if name != "gemma2"]  # of every third layer there
+    places = range(13, 22)  # as far as it is filled
+    prompt = [(5, 5), (5, 10), (2, 12)] if "prefill_chunk_size" in options else [(12, 12)]
+    steps = [(1, min(count, window or count)) for count in places]
+    assert not sizes or sizes == [size for size in prompt + steps for _ in range(3)]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("side", ["left", "middle"])
+def test_generate_with_a_static_cache_keeps_the_mask_where_tokens_are_hidden(
+    seen: list[dict[str, Any]], name: str, side: str
+) -> None:
+    stock, model = zoo.made(name), lz.patch(zoo.made(name))
+    given = zoo.inputs(stock, "left")
+    if side == "middle":
+        given["attention_mask"][1] = 1
+        given["attention_mask"][1, 5:7] = 0
+    want = zoo.generated(stock, given, cache_implementation="static")
+    seen.clear()
+    assert torch.equal(zoo.generated(model, given, cache_implementation="static"), want)
+    assert seen and all(call["mask"] is not None for call in seen)
+
+
+def test_a_prompt_over_a_static_cache_is_causal_where_transformers_makes_its_mask(
+    seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier versions skip no mask that is longer than the prompt."""
+    from transformers import masking_utils
+
+    monkeypatch.setattr(masking_utils, "_ignore_causal_mask_sdpa", lambda *args: False)
+    model = with_layerzero("llama")
+    zoo.generated(model, zoo.inputs(model), max_new_tokens=2, min_new_tokens=2, cache_implementation="static")
+    calls = [(call["mask"], call["causal"], call["q"], call["k"]) for call in seen]
+    assert calls == [(None, "bottom_right", 12, 12)] * 3 + [(None, False, 1, 13)] * 3
+
+
+def test_a_mask_over_a_cache_as_long_as_a_window_says_so_only_where_it_is_the_window_alone() -> None:
+    from transformers import masking_utils as theirs
+
+    config = zoo.made("mistral").config
+    window, causal = theirs.sliding_window_causal_mask_function(5), theirs.causal_mask_function
+    packed = theirs.packed_sequence_mask_function(torch.zeros(2, 16, dtype=torch.long))
+    chunks = theirs.chunked_causal_mask_function(5, torch.zeros(2, dtype=torch.long))
+
+    def used(function: Any, start: Any = 3, keys: int = 5, first: int = 0, size: int | None = 5) -> int | None:
+        made = attending.mask(
+            2, 1, keys, start, first, config=config, mask_function=function, local_size=size,
+            allow_is_causal_skip=False,
+        )  # fmt: skip
+        assert made is not None
+        note = attending.noted(made.contiguous())
+        assert note is None or (note.window is None and note.used == made[1, 0, 0].sum())
+        return None if note is None else int(note.used)
+
+    assert used(window) == 4 and used(window, 7, 5, 3) == 5
+    assert used(window, 1, 5) == 2
+    assert used(causal, torch.tensor(3), 16, size=None) == 4 and used(causal, 0, 16, size=None) == 1
+    others = [theirs.and_masks(window, packed), theirs.or_masks(window, packed), chunks, causal]
+    others.append(theirs.sliding_window_causal_mask_function(4))
+    assert [used(function) for function in others] == [None] * 5
+    assert used(window, 7, 16) is None and used(window, torch.tensor(7), 16) is None  # the first keys are hidden
+    assert used(theirs.and_masks(causal, packed), torch.tensor(3), 16, size=None) is None
+
+
+@pytest.mark.parametrize(("places", "page"), [(21, 1), (24, 8), (128, 128)])
+def test_a_static_cache_of_any_length_is_read_by_the_kernel_of_its_pages(
+    monkeypatch: pytest.MonkeyPatch, places: int, page: int
+) -> None:
+    """`generate` makes one for the tokens that it was asked for."""
+    sizes: list[int] = []
+    real = attending.paged_attention
+    monkeypatch.setattr(
+        attending, "paged_attention", lambda q, k, *a, **kw: (sizes.append(k.shape[2]), real(q, k, *a, **kw))[1]
+    )
+    monkeypatch.setattr(attending, "KERNEL", "reference")
+    monkeypatch.setattr(attending, "present", lambda: True)
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 1, 16, generator=draw)
+    key, value = (torch.randn(2, 2, places, 16, generator=draw) for _ in range(2))
+    found = attending.decode(query, key, value, attending.Note(used=torch.tensor(13)), None, None)
+    assert found is not None and sizes == [page]
+    want = lz.attention(query, key[:, :, :13], value[:, :, :13], backend="reference")
+    torch.testing.assert_close(found, want.transpose(1, 2))
+
+
 def test_a_static_cache_seen_as_pages_says_how_far_it_is_filled() -> None:
     """To the reference too, which a kernel's first answer is held against: the lengths are those of the device."""
     draw = torch.Generator().manual_seed(0)

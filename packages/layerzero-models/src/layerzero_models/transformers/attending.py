@@ -10,8 +10,9 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ attention: Any = lz.attention  # its flags are words of transformers here, which
 # Splits the context by the size of the cache and reads the lengths on the device, so that a graph captured once stays
 # right while they grow. No other kernel promises that.
 KERNEL = "triton.paged_attention.split"
-_PAGES = (128, 64, 32, 16)
+_PAGES = (128, 64, 32, 16, 8, 4, 2, 1)  # the last fits every cache
 
 
 # -- one new token over a static cache: attention over the places in use, whose number only the device knows --
@@ -42,29 +43,21 @@ def decode(
 ) -> Tensor | None:
     """query [B, H, 1, D] over the places in use of [B, Hkv, S, D]: [B, 1, H, D], or None where a mask has to do.
 
-    On the CPU the number can be read. On an accelerator reading it would wait for the device, so the cache is seen as
-    pages, and a kernel that reads the lengths there takes them.
+    Reading their number would wait for the device, so the cache is seen as pages, and a kernel reads it there.
     """
-    used, window = note.used, note.window
-    assert used is not None
-    if key.is_cpu:
-        count = int(used)
-        key, value = key[:, :, :count], value[:, :, :count]
-        out: Tensor = attention(query, key, value, scale=scale, window=window, softcap=softcap)
-        return out.transpose(1, 2).contiguous()
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
         return None
-    size = next((page for page in _PAGES if key.shape[2] % page == 0), None)
+    size = next(page for page in _PAGES if key.shape[2] % page == 0)
     same = key.shape == value.shape and key.is_contiguous() and value.is_contiguous()
     unusable = current_world().memo.setdefault("static_cache", set())  # what is true of one World may change
-    case = (query.shape, key.shape, query.dtype, window is None, softcap is None)
-    if size is None or not same or case in unusable or not present():
+    case = (query.shape, key.shape, query.dtype, note.window is None, softcap is None)
+    if not same or case in unusable or not present():
         return None
-    batch = _batch(used, key.shape[0], key.shape[1], key.shape[2], size, key.device)
+    batch = _batch(note.used, key.shape[0], key.shape[1], key.shape[2], size, key.device)
     try:
         paged: Tensor = paged_attention(
-            query[:, :, 0], _pages(key, size), _pages(value, size), batch, scale=scale, window=window, softcap=softcap,
-            layout="HND", backend=KERNEL,
+            query[:, :, 0], _pages(key, size), _pages(value, size), batch, scale=scale, window=note.window,
+            softcap=softcap, layout="HND", backend=KERNEL,
         )  # fmt: skip
     except (NoKernelFoundError, BackendNotAvailableError):  # denied, not compiled yet, or not for these tensors
         unusable.add(case)
@@ -105,70 +98,75 @@ class Note:
 
     causal  "bottom_right": nothing after the query's own place, the new tokens being the last ones
     window  (left, right) keys around it
-    used    a tensor with the number of places in use, of a cache whose places are all there from the start: one new
-            token, the last of them, sees these (in its window, where there is one) and no others
+    used    the number of places in use, of a cache whose places are all there from the start: the last new token, the
+            last of them, sees these (in its window, where there is one) and no others; of one token it is a tensor
     """
 
     causal: str | None = None
     window: tuple[int, int] | None = None
-    used: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Unread:
-    """In place of the note on a mask over a static cache: whether a token is hidden is read when an attention asks.
-
-    Reading it waits for the device. A compiled forward never asks, so its steps are queued without a wait.
-    """
-
-    padding: Tensor | None
+    used: Any = None
 
 
 def noted(attention_mask: Any) -> Note | None:
-    """The note on a mask made here and not changed since."""
-    found: Note | _Unread | None = getattr(attention_mask, _ATTRIBUTE, None)
-    if isinstance(found, _Unread):  # without padding the places in use are those that the mask shows
-        found = None if _padded(found.padding) else Note(used=attention_mask[0, 0, 0].sum())
+    """The note on a mask made here and not changed since; one that has to be read is read once, for all layers."""
+    found: Any = getattr(attention_mask, _ATTRIBUTE, None)
+    if callable(found):
+        found = found(attention_mask)
         setattr(attention_mask, _ATTRIBUTE, found)
-    return found
+    return found  # type: ignore[no-any-return]
+
+
+def _read(padding: Tensor | None, mask: Tensor) -> Note | None:
+    """What a mask over a static cache says: without padding it shows the places in use, to each row one more.
+
+    Reading waits for the device. A compiled forward never asks, so its steps are queued without a wait.
+    """
+    if _padded(padding):
+        return None
+    if mask.shape[2] == 1:
+        return Note(used=mask[0, 0, 0].sum())
+    first, last = (0, 0) if _captured(mask) else mask[0, 0, (0, -1)].sum(-1).tolist()
+    return Note("bottom_right", used=last) if last - first == mask.shape[2] - 1 else None
 
 
 def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, **words: Any
 ) -> Tensor | None:
     """The mask function registered beside the attention function; the arguments are transformers'."""
-    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
+    from transformers import masking_utils as theirs
 
     attention_mask, local_size = words.get("attention_mask"), words.get("local_size")
     config: Any = words.get("config")
     read = _read_by_models(type(config))
-    skip = words.get("allow_is_causal_skip", True) and not read
+    allowed = words.get("allow_is_causal_skip", True)
+    skip = allowed and not read
     compiling = torch.compiler.is_compiling()
-    window = None if local_size is None else _window(config, local_size)
-    known = local_size is None or window is not None
-    causal = words.get("mask_function", causal_mask_function) is causal_mask_function
-    # One new token at a place of a cache that is all there from the start.
-    static = isinstance(q_offset, Tensor) and causal and q_length == 1 and not compiling
-    ends_here = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    if compiling and causal and skip and ends_here and attention_mask is None and local_size is None:
+    function, own = words.get("mask_function", theirs.causal_mask_function), theirs.causal_mask_function
+    window: Any = theirs.sliding_window_causal_mask_function
+    plain = not compiling and not read and _parts(function) == _parts(own if local_size is None else window(local_size))
+    # Places behind the new tokens: only a cache that is all there from the start has some, or counts on the device.
+    behind = kv_offset + kv_length - q_offset - q_length if isinstance(q_offset, int) else None
+    if compiling and function is own and skip and behind == 0 and attention_mask is None and local_size is None:
         if q_length == kv_length and not torch.compiler._is_exporting_flag:
             return None  # where transformers makes one: a kernel that reads it computes what it hides too
-    said = known and skip and ends_here and not compiling
+    said = plain and skip and behind == 0
     if said and local_size is not None and q_length in (1, kv_length) and not _padded(attention_mask):
-        if (q_length == 1 and kv_length <= local_size) or _passes_window(config.__class__):
+        passed = getattr(config, "sliding_window", None) == local_size and _passes_window(config.__class__)
+        if passed or (q_length == 1 and kv_length <= local_size):
             return None  # nothing is hidden, or the attention function is told the window by the model
-    make: Any = eager_mask if read else sdpa_mask
+    make: Any = theirs.eager_mask if read else theirs.sdpa_mask
     found: Tensor | None = make(batch_size, q_length, kv_length, q_offset, kv_offset, **words)
-    if found is None or compiling or read:
+    if found is None or not plain:
         return found
-    if static:
-        return with_note(found, _Unread(attention_mask))
-    if said and (causal or window is not None) and not _padded(attention_mask):
-        return with_note(found, Note("bottom_right", window))
+    filled = behind is None or behind > 0 or (behind == 0 and q_length == 1 and not allowed)
+    if filled and (local_size is None or kv_length <= local_size):  # no key lies before the window
+        return with_note(found.contiguous(), partial(_read, attention_mask))  # as `generate` makes it, or it is lost
+    if said and not _padded(attention_mask):
+        return with_note(found, Note("bottom_right", None if local_size is None else (local_size - 1, 0)))
     return found
 
 
-def with_note(found: Tensor, note: Note | _Unread) -> Tensor:
+def with_note(found: Tensor, note: Note | Callable[[Tensor], Note | None]) -> Tensor:
     """The same mask, saying what it says."""
     setattr(found, _ATTRIBUTE, note)
     return found
@@ -176,16 +174,19 @@ def with_note(found: Tensor, note: Note | _Unread) -> Tensor:
 
 def _padded(attention_mask: Tensor | None) -> bool:
     """Whether a token is hidden. Reading that waits for the device, which a capture forbids: then it may be."""
-    if attention_mask is None or (attention_mask.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return attention_mask is not None
-    return not bool(attention_mask.all())
+    return attention_mask is not None and (_captured(attention_mask) or not bool(attention_mask.all()))
 
 
-def _window(config: Any, local_size: int) -> tuple[int, int] | None:
-    """The window a local size stands for; None for chunks, whose size comes by the same name."""
-    if getattr(config, "attention_chunk_size", None) is not None or getattr(config, "is_causal", True) is False:
-        return None
-    return (local_size - 1, 0) if getattr(config, "sliding_window", None) == local_size else None
+def _captured(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _parts(item: Any) -> Any:
+    """What a function is made of: its code, and the same of all that it closes over."""
+    if isinstance(item, tuple):
+        return tuple(map(_parts, item))
+    code = getattr(item, "__code__", None)
+    return item if code is None else (code, *(_parts(cell.cell_contents) for cell in item.__closure__ or ()))
 
 
 def _models_of(kind: type) -> Any:
@@ -270,14 +271,15 @@ def attend(
         if sliding_window is not None and keys > sliding_window and (causal or queries == 1):
             window = (sliding_window - 1, 0)
     else:
-        note = None if torch.compiler.is_compiling() else noted(attention_mask)
-        if note is not None and position_bias is None and s_aux is None:
-            if note.used is not None:
-                out = decode(query, key, value, note, scaling, softcap) if dropout == 0.0 else None
-                if out is not None:
-                    return out, None
-            elif note.causal is not None and tuple(attention_mask.shape[-2:]) == (queries, keys):
+        asked = position_bias is None and s_aux is None and not torch.compiler.is_compiling()
+        note = noted(attention_mask) if asked else None
+        if note is not None and attention_mask.shape[-2:] == (queries, keys):
+            if note.used is None or key.is_cpu or queries > 1:
+                used = keys if note.used is None else int(note.used)
+                key, value = key[:, :, :used], value[:, :, :used]
                 attention_mask, causal, window = None, note.causal or False, note.window
+            elif dropout == 0.0 and (found := decode(query, key, value, note, scaling, softcap)) is not None:
+                return found, None
     if position_bias is not None:
         attention_mask, causal = biased(position_bias, attention_mask, bool(causal), query, key), False
     words = {"window": window, "softcap": softcap, "sinks": s_aux}
