@@ -134,8 +134,8 @@ def test_plain_experts_run_natively_where_no_gradient_is_wanted():
 
 
 # -- codes -------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("tokens", [1, 33])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 33, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("granularity", "symmetric"), [("channel", True), ("block", True), ("block", False)])
 @pytest.mark.parametrize("fmt", ["int8", "int4"])
 @pytest.mark.req("R-QUANT-01", "R-QUANT-03", "R-QUANT-04", "R-QUANT-09")
@@ -146,6 +146,16 @@ def test_quantized_experts_are_those_of_the_widened_weights(fmt, granularity, sy
     want = truth(x, *(lz.dequantize(w, torch.float64) for w in codes), *routed, **options).to(dtype)
     assert lz.which("moe", x, *codes, *routed, **options) == "cpu.moe.codes"
     assert_close(lz.moe(x, *codes, *routed, **options), want, tolerance("moe", dtype, k=128))
+
+
+@pytest.mark.parametrize("fmt", ["int8", "int4"])
+@pytest.mark.req("R-QUANT-03")
+def test_many_rows_of_experts_whose_sizes_fill_no_tile(fmt):
+    (x, gate_up, down, *routed), options = layer({}, torch.float16, 300, hidden=200, inner=104)
+    routed[1][:] = torch.tensor([0, 1, 2])  # 300 rows each, in several visits
+    codes = [lz.quantize(w, fmt, granularity="channel") for w in (gate_up, down)]
+    want = truth(x, *(lz.dequantize(w, torch.float64) for w in codes), *routed, **options).to(torch.float16)
+    assert_close(lz.moe(x, *codes, *routed, backend="cpu", **options), want, tolerance("moe", torch.float16, k=200))
 
 
 @pytest.mark.parametrize("spread", [1.0, 3e4, math.inf])

@@ -24,6 +24,9 @@ struct PairedRows {
     memory = malloc(size_t(blocks * steps * terms) * PANEL_TILE + 64);
     data = static_cast<char*>(memory) + (64 - reinterpret_cast<uintptr_t>(memory) % 64) % 64;
   }
+  PairedRows(char* room, int64_t rows, int64_t k, int64_t count) : blocks((rows + 15) / 16), steps((k + 31) / 32), terms(count), memory(nullptr) {
+    data = room + (64 - reinterpret_cast<uintptr_t>(room) % 64) % 64;
+  }
   ~PairedRows() { free(memory); }
   PairedRows(const PairedRows&) = delete;
   PairedRows& operator=(const PairedRows&) = delete;
@@ -122,8 +125,57 @@ LZ_INLINE void panel_add(const float* c, int tiles, const PanelScales& by, int64
   }
 }
 
-// All of it. Weight: `line(column, step, to)`, `scales(columns, panel, by)`, `ahead(column, step)` (fetches what will be
-// wanted), and `steps`, the steps of one panel.
+// total[block][32][16] of `tiles` blocks of rows from `first` on and columns at … at+cols; tiles are set up. Weight:
+// `line(column, step, to)`, `scales(columns, panel, by)`, and `steps`, the steps of one panel.
+template <class Weight>
+static void panel_sums(const Weight& weight, const PairedRows& x, int64_t first, int tiles, int64_t at, int cols, float* total) {
+  alignas(64) char panel[2][2 * PANEL_STEPS * PANEL_TILE];
+  alignas(64) float c[2][1024];
+  if (cols < PANEL_WIDTH) memset(panel, 0, sizeof panel);
+  PanelScales by[2];
+  auto fill = [&](int64_t step, int s, char* to) __attribute__((always_inline)) {
+    for (int i = 0; i < cols; ++i) weight.line(at + i, step, to + (i / 16 * PANEL_STEPS + s) * PANEL_TILE + i % 16 * 64);
+  };
+  memset(total, 0, size_t(tiles) * 2048);
+  auto steps_at = [&](int64_t from) { return int(x.steps - from < weight.steps ? x.steps - from : weight.steps); };
+  if (x.steps > 0)
+    for (int s = 0; s < steps_at(0); ++s) fill(s, s, panel[0]);
+  // What a panel gave is added while the next products run: a vector load right behind a tile store would wait for it.
+  int waiting = 0, turn = 0, spot = 0;
+  int64_t waiting_block = 0;
+  const PanelScales* waiting_by = nullptr;
+  for (int64_t from = 0; from < x.steps; from += weight.steps, turn ^= 1) {
+    const int steps = steps_at(from), coming = from + weight.steps < x.steps ? steps_at(from + weight.steps) : 0;
+    char* next = panel[turn ^ 1];
+    for (int r = 0; r < tiles; r += 2, spot ^= 1) {
+      const int64_t block = first + r;
+      auto other = [&](int s) __attribute__((always_inline)) {
+        if (r == 0 && s < coming) fill(from + weight.steps + s, s, next);
+      };
+      if (r + 1 < tiles) panel_tiles<2>(panel[turn], x, block, from, steps, c[spot], other);
+      else panel_tiles<1>(panel[turn], x, block, from, steps, c[spot], other);
+      if (r == 0)
+        for (int s = steps; s < coming; ++s) fill(from + weight.steps + s, s, next);
+      if (waiting) panel_add(c[spot ^ 1], waiting, *waiting_by, waiting_block, total + (waiting_block - first) * 512);
+      if (r == 0) weight.scales(at, cols, from, by[turn]);
+      waiting = r + 1 < tiles ? 2 : 1, waiting_block = block, waiting_by = &by[turn];
+    }
+  }
+  if (waiting) panel_add(c[spot ^ 1], waiting, *waiting_by, waiting_block, total + (waiting_block - first) * 512);
+}
+
+// One block of sums, [32][16], turned: lines[16][32].
+LZ_INLINE void panel_lines(const float* total, float* lines) {
+  alignas(64) float turned[256];
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t* from[16];
+    for (int i = 0; i < 16; ++i) from[i] = reinterpret_cast<const uint32_t*>(total + half * 256 + i * 16);
+    turn_words(from, 16, 16, reinterpret_cast<uint32_t*>(turned));
+    for (int m = 0; m < 16; ++m) memcpy(lines + m * PANEL_WIDTH + half * 16, turned + m * 16, 64);
+  }
+}
+
+// All of it.
 template <class T, class Weight>
 static void panel_product(const Weight& weight, const PairedRows& x, int64_t rows, int64_t n, const Tensor& bias, int64_t act,
                           const Tensor& out, int threads) {
@@ -131,50 +183,14 @@ static void panel_product(const Weight& weight, const PairedRows& x, int64_t row
   const Finish finish = {bias, act};
   parallel_parts((n + PANEL_WIDTH - 1) / PANEL_WIDTH, threads, [&](int64_t part) {
     const TileSetup setup;
-    alignas(64) char panel[2][2 * PANEL_STEPS * PANEL_TILE];
-    alignas(64) float total[PANEL_BLOCKS * 512], c[2][1024], turned[256], line[16 * PANEL_WIDTH];
+    alignas(64) float total[PANEL_BLOCKS * 512], line[16 * PANEL_WIDTH];
     const int64_t at = part * PANEL_WIDTH;
     const int cols = int(n - at < PANEL_WIDTH ? n - at : PANEL_WIDTH);
-    if (cols < PANEL_WIDTH) memset(panel, 0, sizeof panel);
-    PanelScales by[2];
-    auto fill = [&](int64_t step, int s, char* to) __attribute__((always_inline)) {
-      for (int i = 0; i < cols; ++i) weight.line(at + i, step, to + (i / 16 * PANEL_STEPS + s) * PANEL_TILE + i % 16 * 64);
-    };
     for (int64_t first = 0; first < x.blocks; first += PANEL_BLOCKS) {
       const int tiles = int(x.blocks - first < PANEL_BLOCKS ? x.blocks - first : PANEL_BLOCKS);
-      memset(total, 0, size_t(tiles) * 2048);
-      auto steps_at = [&](int64_t from) { return int(x.steps - from < weight.steps ? x.steps - from : weight.steps); };
-      if (x.steps > 0)
-        for (int s = 0; s < steps_at(0); ++s) fill(s, s, panel[0]);
-      // What a panel gave is added while the next products run: a vector load right behind a tile store would wait for it.
-      int waiting = 0, turn = 0, spot = 0;
-      int64_t waiting_block = 0;
-      const PanelScales* waiting_by = nullptr;
-      for (int64_t from = 0; from < x.steps; from += weight.steps, turn ^= 1) {
-        const int steps = steps_at(from), coming = from + weight.steps < x.steps ? steps_at(from + weight.steps) : 0;
-        char* next = panel[turn ^ 1];
-        for (int r = 0; r < tiles; r += 2, spot ^= 1) {
-          const int64_t block = first + r;
-          auto other = [&](int s) __attribute__((always_inline)) {
-            if (r == 0 && s < coming) fill(from + weight.steps + s, s, next);
-          };
-          if (r + 1 < tiles) panel_tiles<2>(panel[turn], x, block, from, steps, c[spot], other);
-          else panel_tiles<1>(panel[turn], x, block, from, steps, c[spot], other);
-          if (r == 0)
-            for (int s = steps; s < coming; ++s) fill(from + weight.steps + s, s, next);
-          if (waiting) panel_add(c[spot ^ 1], waiting, *waiting_by, waiting_block, total + (waiting_block - first) * 512);
-          if (r == 0) weight.scales(at, cols, from, by[turn]);
-          waiting = r + 1 < tiles ? 2 : 1, waiting_block = block, waiting_by = &by[turn];
-        }
-      }
-      if (waiting) panel_add(c[spot ^ 1], waiting, *waiting_by, waiting_block, total + (waiting_block - first) * 512);
+      panel_sums(weight, x, first, tiles, at, cols, total);
       for (int r = 0; r < tiles; ++r) {
-        for (int half = 0; half < 2; ++half) {
-          const uint32_t* from[16];
-          for (int i = 0; i < 16; ++i) from[i] = reinterpret_cast<const uint32_t*>(total + r * 512 + half * 256 + i * 16);
-          turn_words(from, 16, 16, reinterpret_cast<uint32_t*>(turned));
-          for (int m = 0; m < 16; ++m) memcpy(line + m * PANEL_WIDTH + half * 16, turned + m * 16, 64);
-        }
+        panel_lines(total + r * 512, line);
         const int64_t row = (first + r) * 16;
         for (int64_t m = 0; m < 16 && row + m < rows; ++m)
           finish.store_row(line + m * PANEL_WIDTH, at, cols, out.as<T>() + out_at(row + m) + at);

@@ -72,10 +72,10 @@ struct Experts {
 struct Sorted {
   struct Item {
     int64_t expert, begin, count;
-    // Rows that share a visit of the weight: at most MOST, about as many in each, and whole panels of them.
+    // Rows that share a visit of the weight: at most MOST, about as many in each, and whole panels and tiles of them.
     int64_t visit() const {
       const int64_t visits = (count + MOST - 1) / MOST;
-      return ((count + visits - 1) / visits + 7) / 8 * 8;
+      return ((count + visits - 1) / visits + 15) / 16 * 16;
     }
   };
   int64_t *slot, *row_of;
