@@ -81,8 +81,9 @@ OPS: list[tuple[Any, ...]] = [
 @pytest.mark.parametrize("row", OPS, ids=lambda row: f"{row[0]} {row[1]}")
 def test_every_kind_of_op_of_the_scope_is_dispatched_and_right(row: tuple[Any, ...]) -> None:
     _, op, args, options, want = row
-    out = getattr(lz, op)(*args, **options)
-    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+    for _ in range(2):  # where its kernel has no proof, the first answer is checked and may be another's
+        out = getattr(lz, op)(*args, **options)
+        torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
     report = lz.explain(op, *args, **options)
     assert report.chosen and report.ran == report.chosen
 
@@ -100,7 +101,9 @@ def test_with_no_library_at_all_pytorch_serves_every_op() -> None:
 
 @pytest.mark.req("R-OP-01")
 def test_quantization_is_dispatched_and_gives_back_what_it_stored() -> None:
-    codes = lz.quantize(X, "int8", granularity="channel")
+    for _ in range(2):  # where its kernel has no proof, the first answer is checked and may be another's
+        codes = lz.quantize(X, "int8", granularity="channel")
+        lz.dequantize(codes)
     step = X.abs().amax(-1, keepdim=True) / 127
     assert ((lz.dequantize(codes) - X).abs() <= step * 0.5001).all()
     for op, args, options in (("quantize", (X, "int8"), {"granularity": "channel"}), ("dequantize", (codes,), {})):

@@ -106,6 +106,9 @@ def test_the_bits_of_a_token_do_not_depend_on_its_company(name, dtype):
 def test_the_result_is_the_same_on_any_number_of_threads():
     args, options = layer(GPT_OSS, torch.bfloat16, 40, hidden=256, inner=192)
     before = torch.get_num_threads()
+    lz.moe(
+        *args, backend="cpu", **options
+    )  # where its kernel has no proof, the first answer is checked and may be another's
     try:
         found = []
         for threads in (1, 2, 3):

@@ -113,6 +113,7 @@ def test_any_shape_and_stride(fmt, rows, blocks, n, dtype, seed, step, lead, gra
     granularity = "block" if FORMATS[QuantFormat(fmt)].block_only else granularity
     qt = weight_of(fmt, n, k, granularity=granularity, seed=seed)
     x = draw(*lead, rows, k * step, dtype=dtype, seed=seed + 1)[..., ::step]
+    lz.linear(x, qt)  # where its kernel has no proof, the first answer is checked and may be another's
     got = lz.linear(x, qt)
     assert got.shape == (*lead, rows, n)
     close(got.reshape(-1, n), oracle.matmul(x.reshape(-1, k), qt), dtype, k)

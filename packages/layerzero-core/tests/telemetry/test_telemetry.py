@@ -82,6 +82,7 @@ def test_while_nobody_counts_no_entry_has_a_guard_of_ours(lab: Any) -> None:
 @pytest.mark.req("R-TEL-03")
 def test_eight_threads_are_counted_exactly() -> None:
     lz.reset()
+    lz.rms_norm(X, W)  # where its kernel has no proof, the first answer is checked and may be another's
     name = lz.which("rms_norm", X, W)
     before, each = calls("rms_norm", name), 2_000
     with lz.observe():
